@@ -1,0 +1,1 @@
+"""Agent environments: gymnasium's API over messages and tools."""

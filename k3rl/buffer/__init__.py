@@ -1,0 +1,1 @@
+"""Which trajectories exist, where they lie, and what became of each."""

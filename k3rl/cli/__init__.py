@@ -1,0 +1,1 @@
+"""The k3rl command."""

@@ -1,0 +1,92 @@
+"""``k3rl train | sft | eval | doctor``. Heavy imports happen inside the commands, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="k3rl",
+    help="Agentic RL post-training: train, fine-tune and evaluate policies that use tools.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run, e.g. configs/demo.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Changes to it: key=value ..., e.g. seed=1 steps=30.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last good checkpoint of the run's folder.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show the resolved run, its objective and costs; start nothing.")
+]
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """Turn our own errors into one clear line: exit code 2 for the user's input, 1 for everything else."""
+    from k3rl.errors import ConfigError, K3rlError
+
+    try:
+        yield
+    except ConfigError as error:
+        typer.secho(f"error: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error
+    except K3rlError as error:
+        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def train(
+    config_path: ConfigPath, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False
+) -> None:
+    """Run a job: supervised fine-tuning if configured, then RL, then the final evaluation."""
+    with _user_errors():
+        from k3rl.config import load_config
+
+        config = load_config(config_path, overrides or [])
+        if dry_run:
+            from k3rl.runtime.plan import print_plan
+
+            print_plan(config)
+            return
+        from k3rl.runtime.controller import run_job
+
+        run_job(config, resume=resume)
+
+
+@app.command()
+def sft(config_path: ConfigPath, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
+    """Only the supervised part of a job: imitate the environment's demonstrator."""
+    train(config_path, [*(overrides or []), "steps=0"], resume, dry_run)
+
+
+@app.command("eval")
+def evaluate(
+    config_path: ConfigPath,
+    overrides: Overrides = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder; the last good one of the run's folder when left out.")
+    ] = None,
+) -> None:
+    """Play held-out tasks with fixed seeds, sampled and greedy, and print success with its interval."""
+    with _user_errors():
+        from k3rl.config import load_config
+        from k3rl.runtime.evaluate import evaluate_checkpoint
+
+        evaluate_checkpoint(load_config(config_path, overrides or []), checkpoint)
+
+
+@app.command()
+def doctor(config_path: ConfigPath, overrides: Overrides = None) -> None:
+    """Check that this machine, this configuration and its environment can work together."""
+    with _user_errors():
+        from k3rl.config import load_config
+        from k3rl.runtime.doctor import examine
+
+        if not examine(load_config(config_path, overrides or [])):
+            raise typer.Exit(1)

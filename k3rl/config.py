@@ -1,0 +1,358 @@
+"""The whole configuration of a run: frozen, typed, and readable as the reference manual of its keys.
+
+``load_config(path, overrides)`` merges a YAML file with ``key=value`` overrides and returns frozen dataclasses; no
+omegaconf object leaves this module. A key that does not exist, a value of the wrong type, or an impossible combination
+raises :class:`ConfigError` that names the key and, where there is one, the key that was probably meant.
+
+A section may be given as the path of another YAML file, relative to the file that names it (``model: model/k3_tiny.yaml``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from k3rl.errors import ConfigError, suggest
+
+TILE_ROWS = 16
+"""Rows of the sub-tile in which KDA forms exp(-cumulative decay) directly; see ``ModelConfig.gate_lower_bound``."""
+
+
+def _require(condition: bool, key: str, message: str) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: {message}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Shape of a Kimi-K3-style model. Every layer is KDA except those in ``mla_layers``."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    mla_layers: tuple[int, ...]
+    """0-based indices of the gated-MLA layers."""
+    num_heads: int
+    kda_key_dim: int = 128
+    kda_value_dim: int = 128
+    kda_gate_rank: int = 128
+    conv_kernel: int = 4
+    gate_lower_bound: float = -5.0
+    """Per-token log decay lies in (gate_lower_bound, 0); exp(15 |bound|) must be finite in float32."""
+    q_lora_rank: int = 1536
+    kv_lora_rank: int = 512
+    qk_nope_dim: int = 128
+    qk_rope_dim: int = 64
+    """Named after the checkpoint; no rotation is ever applied to it."""
+    v_head_dim: int = 128
+    num_dense_layers: int = 1
+    """Leading layers with a dense feed-forward in place of the mixture of experts."""
+    dense_dim: int
+    num_experts: int
+    experts_per_token: int
+    latent_dim: int
+    expert_dim: int
+    shared_dim: int
+    """Width of all shared experts together (they are one feed-forward)."""
+    attn_res_block: int
+    """Layers per block of Block Attention Residuals."""
+    situ_beta: float = 4.0
+    situ_linear_beta: float = 25.0
+    rms_norm_eps: float = 1e-5
+    mla_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    head_init: Literal["normal", "embedding"] = "normal"
+    """``embedding`` starts the untied output head as a copy of the embedding: small models learn to copy sooner."""
+    state_tile: Literal[16, 64] = 16
+    """KDA checkpoints its state at multiples of this many tokens from the sequence's start."""
+    value_head: bool = False
+
+    def __post_init__(self) -> None:
+        worst = abs(self.gate_lower_bound) * (TILE_ROWS - 1)
+        _require(self.gate_lower_bound < 0, "model.gate_lower_bound", f"must be negative, got {self.gate_lower_bound}")
+        _require(
+            worst < 88,
+            "model.gate_lower_bound",
+            f"|{self.gate_lower_bound}| * {TILE_ROWS - 1} = {worst:g} overflows exp in float32; it must stay under 88 "
+            f"(bound above {-88 / (TILE_ROWS - 1):.3f})",
+        )
+        layers = set(self.mla_layers)
+        _require(
+            len(layers) == len(self.mla_layers) and all(0 <= i < self.num_layers for i in layers),
+            "model.mla_layers",
+            f"must be distinct layer indices from 0 to {self.num_layers - 1}, got {list(self.mla_layers)}",
+        )
+        _require(
+            0 < self.experts_per_token < self.num_experts,
+            "model.experts_per_token",
+            f"must be from 1 to num_experts - 1 = {self.num_experts - 1}, got {self.experts_per_token}",
+        )
+        _require(self.attn_res_block >= 1, "model.attn_res_block", f"must be at least 1, got {self.attn_res_block}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EnvironmentConfig:
+    """Where episodes come from and what cuts them."""
+
+    id: str
+    """Gymnasium id, name from the entry-point group ``k3rl.environments``, or import path ``package.module:Class``."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the environment's constructor."""
+    max_turns: int = 8
+    max_tokens_per_turn: int = 64
+    max_episode_tokens: int = 1024
+    step_timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """One optimiser with its schedule: linear warm-up, then ``decay`` down to ``final_lr_frac`` of the peak."""
+
+    name: Literal["adamw", "muon"] = "muon"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    warmup_steps: int = 5
+    decay: Literal["none", "linear", "cosine"] = "linear"
+    final_lr_frac: float = 0.1
+    max_grad_norm: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftConfig:
+    """Supervised fine-tuning on the environment's demonstrator."""
+
+    max_steps: int = 0
+    """0 switches this phase off."""
+    batch_size: int = 32
+    eval_every: int = 25
+    eval_tasks: int = 128
+    patience: int = 3
+    """Stop after this many evaluations without a new best success rate."""
+    min_steps: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutConfig:
+    """Sampling of trajectories."""
+
+    num_workers: int = 1
+    threads_per_worker: int = 1
+    groups_per_step: int = 16
+    group_size: int = 8
+    temperature: float = 1.0
+    timeout_s: float = 300.0
+    """Deadline of one round of rollouts; past it the run stops and says which worker did not answer."""
+
+    def __post_init__(self) -> None:
+        _require(
+            self.temperature > 0,
+            "rollout.temperature",
+            f"must be positive to train (the ratio needs log-probabilities), got {self.temperature}; "
+            "greedy decoding is for evaluation",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveConfig:
+    """A preset and what it lets you change. None means: what the preset says. A key the preset ignores is an error."""
+
+    preset: str = "grpo"
+    clip_low: float | None = None
+    clip_high: float | None = None
+    normaliser: Literal["tokens", "sequences", "trajectories", "constant"] | None = None
+    std: Literal["none", "sample", "population"] | None = None
+    baseline: Literal["mean", "leave_one_out"] | None = None
+    gamma: float | None = None
+    gae_lambda: float | None = None
+    value_coef: float | None = None
+    value_clip: float | None = None
+    kl_coef: float | None = None
+    entropy_coef: float | None = None
+    epochs: int | None = None
+    """Optimiser passes over one batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LearnerConfig:
+    """The update."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    micro_batch_tokens: int = 2048
+    """Real tokens in one forward of the learner; samples are sorted by length and never split."""
+    threads: int = 2
+    max_skipped_updates: int = 3
+    """Stop after this many updates in a row that the non-finite guard refused."""
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferConfig:
+    """What may enter a batch."""
+
+    max_staleness: int = 1
+    drop_no_signal: bool = True
+    """Drop (and count) groups whose advantages are all zero."""
+    signal: str = "total"
+    """Reward component that must vary within a group: a component's name, or ``total`` for the weighted sum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationConfig:
+    """Held-out tasks, the same ones every time."""
+
+    num_tasks: int = 512
+    split: str = "test"
+    seed: int = 0
+    every: int = 0
+    """Evaluate after every so many learner steps; 0 only at the end."""
+    sft_only_baseline: bool = False
+    """After RL, spend RL's wall time on more SFT instead, from the same weights, and evaluate that too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """One job."""
+
+    name: str
+    seed: int = 0
+    run_root: str = "runs"
+    model: ModelConfig
+    chat_format: Literal["compact", "xtml"] = "compact"
+    environment: EnvironmentConfig
+    rewards: dict[str, float] = field(default_factory=lambda: {"outcome": 1.0})
+    """Weight of each reward component."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    steps: int = 0
+    """Learner steps of RL; 0 switches this phase off."""
+    schedule: Literal["synchronous", "one_step_async"] = "synchronous"
+    checkpoint_every: int = 10
+    checkpoints_kept: int = 3
+
+    def __post_init__(self) -> None:
+        _require(
+            self.schedule == "synchronous" or self.buffer.max_staleness >= 1,
+            "buffer.max_staleness",
+            "the one_step_async schedule trains on rollouts one step old, so it must be at least 1",
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run_root) / self.name
+
+
+def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
+    """Read a run's configuration. Raises ConfigError naming the file and key at fault."""
+    return _build(RunConfig, _read(Path(path)), list(overrides), str(path))
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """Read one file of ``configs/model/``."""
+    return _build(ModelConfig, _read(Path(path)), [], str(path))
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Plain, JSON-able form of a config; the inverse of :func:`from_dict`."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def from_dict(values: dict[str, Any]) -> RunConfig:
+    """Rebuild a run's config from what :func:`to_dict` made (the ``config.json`` of a run folder)."""
+    return _build(RunConfig, values, [], "config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except FileNotFoundError as error:
+        near = suggest(path.name, [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else [])
+        raise ConfigError(f"config file {path} does not exist.{near}") from error
+    except Exception as error:  # yaml and omegaconf have unrelated error trees; all mean that the file is not readable
+        raise ConfigError(f"{path} is not a readable YAML file: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys, not a {type(loaded).__name__}")
+    values: dict[str, Any] = {str(k): v for k, v in loaded.items()}
+    for key, value in values.items():
+        if isinstance(value, str) and value.endswith((".yaml", ".yml")):
+            values[key] = _read(path.parent / value)
+    return values
+
+
+def _build(cls: type, values: dict[str, Any], overrides: list[str], source: str) -> Any:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    _check_keys(cls, values, "", source)
+    for item in overrides:
+        if "=" not in item:
+            raise ConfigError(f"override {item!r} must have the form key=value")
+        _check_override(cls, item.split("=", 1)[0])
+    try:
+        schema = OmegaConf.structured(cls)
+        merged = OmegaConf.merge(schema, OmegaConf.create(values), OmegaConf.from_dotlist(overrides))
+        return OmegaConf.to_object(merged)
+    except ConfigError:
+        raise
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "?"
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"{source}: {key}: {first}") from error
+
+
+def _sections(cls: type) -> dict[str, type | None]:
+    """Field names of a config class, with the nested config class or None for a leaf."""
+    import typing
+
+    hints = typing.get_type_hints(cls)
+    return {f.name: hints[f.name] if dataclasses.is_dataclass(hints[f.name]) else None for f in dataclasses.fields(cls)}
+
+
+def _check_keys(cls: type, values: dict[str, Any], prefix: str, source: str) -> None:
+    sections = _sections(cls)
+    for key, value in values.items():
+        if key not in sections:
+            raise ConfigError(f"{source}: unknown key '{prefix}{key}'.{_suggest_key(cls, prefix, str(key))}")
+        nested = sections[key]
+        if nested is not None and isinstance(value, dict):
+            _check_keys(nested, value, f"{prefix}{key}.", source)
+
+
+def _check_override(cls: type, dotted: str) -> None:
+    at: type | None = cls
+    prefix = ""
+    for part in dotted.split("."):
+        if at is None:
+            return  # below a free-form mapping such as environment.options
+        sections = _sections(at)
+        if part not in sections:
+            raise ConfigError(f"unknown key '{dotted}'.{_suggest_key(at, prefix, part)}")
+        at = sections[part]
+        prefix += f"{part}."
+
+
+def _suggest_key(cls: type, prefix: str, key: str) -> str:
+    """Suggest the same key elsewhere in the run's tree, else a similar one of this section, else a similar one anywhere."""
+    leaves = _leaves(RunConfig, "")
+    plain = key.replace("-", "_").lower()
+    elsewhere = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == plain]
+    if elsewhere:
+        return f" Did you mean {' or '.join(repr(leaf) for leaf in elsewhere)}?"
+    near = suggest(plain, _sections(cls))
+    return near.replace("mean '", f"mean '{prefix}") if near else suggest(prefix + plain, leaves)
+
+
+def _leaves(cls: type, prefix: str) -> list[str]:
+    out: list[str] = []
+    for name, nested in _sections(cls).items():
+        out += _leaves(nested, f"{prefix}{name}.") if nested is not None else [prefix + name]
+    return out

@@ -1,0 +1,1 @@
+"""The training objective, composed of small functions."""

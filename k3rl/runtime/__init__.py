@@ -1,0 +1,1 @@
+"""The controller of a run: schedule, checkpoints, events."""

@@ -1,0 +1,1 @@
+"""Versioned weights and the ways they travel."""

@@ -1,0 +1,1 @@
+"""Sampling engines and the agent loop that turns episodes into trajectories."""

@@ -1,0 +1,215 @@
+"""The K3 engine: continuous batching over the model's own cache.
+
+All live contexts are rows of one stacked cache. A step feeds each active row what it has not seen (a new observation, or
+the token it sampled last) in one ragged forward, so prefill and decode share steps. Rows of released handles are dropped
+before the next forward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from k3rl.errors import EngineError, WeightSyncError
+from k3rl.kernels.sampling import sample_tokens
+from k3rl.model.batch import TokenBatch
+from k3rl.model.cache import ValueCache
+from k3rl.model.transformer import K3Model
+from k3rl.rollout.engine import Completion, EngineCapabilities, Request
+from k3rl.weights.base import weights_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from k3rl.config import ModelConfig
+    from k3rl.trajectory import PolicyVersion
+
+
+@dataclass(slots=True)
+class _Row:
+    """One live context: a row of the stacked cache, at the same index as in the engine's list."""
+
+    handle: int
+    context: list[int]  # everything the cache covers
+    routes: list[np.ndarray] = field(default_factory=list)
+    active: _Active | None = None
+
+
+@dataclass(slots=True)
+class _Active:
+    """A request in progress on a row."""
+
+    number: int
+    request: Request
+    pending: list[int]  # not fed yet
+    uniforms: np.ndarray  # [max_tokens] float64, drawn at submission: sampling does not depend on the batch
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[PolicyVersion] = field(default_factory=list)
+
+
+class K3Engine:
+    """Samples from a :class:`K3Model` in this process."""
+
+    capabilities = EngineCapabilities(
+        seeded=True, fork=True, routes=True, exact=False, inflight_update=False, preemption=False
+    )
+
+    def __init__(self, config: ModelConfig, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._config = config
+        self._model = K3Model(config).eval().requires_grad_(False)
+        self._version = version
+        self._rows: list[_Row] = []
+        self._cache = ValueCache.empty(config, 0)
+        self._released: set[int] = set()
+        self._handles = itertools.count()
+        self._numbers = itertools.count()
+        self.update_weights(version, tensors)
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    def submit(self, request: Request) -> int:
+        """Queue a request. A handle whose context is not a proper prefix of ``token_ids`` is an EngineError."""
+        if not len(request.token_ids):
+            raise EngineError("a request needs at least one token of context")
+        if request.max_tokens < 1:
+            raise EngineError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        if request.handle is None:
+            row = _Row(handle=next(self._handles), context=[])
+            self._rows.append(row)
+            self._cache = ValueCache.concat([self._cache, ValueCache.empty(self._config, 1)])
+        else:
+            row = self._row(request.handle)
+        if row.active is not None:
+            raise EngineError(f"handle {row.handle} is already sampling request {row.active.number}")
+        known, given = len(row.context), list(request.token_ids)
+        if known >= len(given) or row.context != given[:known]:
+            raise EngineError(f"handle {row.handle} covers {known} tokens that the request does not continue")
+        generator = np.random.Generator(np.random.Philox(key=request.seed))
+        row.active = _Active(
+            number=next(self._numbers),
+            request=request,
+            pending=given[known:],
+            uniforms=generator.random(request.max_tokens),
+        )
+        return row.active.number
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """Advance every active row by one token."""
+        self._drop_released()
+        active = [(i, row, row.active) for i, row in enumerate(self._rows) if row.active is not None]
+        if not active:
+            return []
+        last_rows = self._feed()
+        temperatures = torch.tensor([a.request.temperature for _, _, a in active])
+        uniforms = torch.tensor([a.uniforms[len(a.token_ids)] for _, _, a in active], dtype=torch.float64)
+        ids, logprobs = sample_tokens(last_rows, self._model.lm_head.weight, uniforms, temperatures)
+        if not torch.isfinite(logprobs).all():
+            raise EngineError(f"weights {self._version} give a log-probability that is not finite")
+        return [
+            completion
+            for (_, row, a), token, logprob in zip(active, ids.tolist(), logprobs.tolist(), strict=True)
+            if (completion := self._record(row, a, token, logprob)) is not None
+        ]
+
+    def fork(self, handle: int) -> int:
+        """Return a second handle of the same context, at the cost of one row of state."""
+        self._drop_released()
+        row = self._row(handle)
+        if row.active is not None:
+            raise EngineError(f"handle {handle} is sampling; fork it between turns")
+        index = self._rows.index(row)
+        copy = _Row(handle=next(self._handles), context=list(row.context), routes=list(row.routes))
+        self._cache = self._cache.select(torch.tensor([*range(len(self._rows)), index]))
+        self._rows.append(copy)
+        return copy.handle
+
+    def release(self, handle: int) -> None:
+        """Forget a handle; its row is dropped before the next forward."""
+        self._row(handle)
+        self._released.add(handle)
+
+    def routes(self, handle: int) -> np.ndarray | None:
+        """Expert ids along the context, for every token that has been fed."""
+        chunks = self._row(handle).routes
+        return np.concatenate(chunks) if chunks else None
+
+    def update_weights(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check and take new weights. All of them or none: a wrong set leaves the old version serving."""
+        if any(row.active for row in self._rows if row.handle not in self._released):
+            raise WeightSyncError(f"cannot take version {version.step} while requests are being sampled")
+        own = self._model.state_dict()
+        problems = [f"missing {n}" for n in own if n not in tensors]
+        problems += [f"unexpected {n}" for n in tensors if n not in own]
+        problems += [
+            f"{n} is {tuple(t.shape)} {t.dtype}, not {tuple(own[n].shape)} {own[n].dtype}"
+            for n, t in tensors.items()
+            if n in own and (t.shape != own[n].shape or t.dtype != own[n].dtype)
+        ]
+        if not problems and weights_digest(tensors) != version.digest:
+            problems = [f"the tensors' digest is not {version.digest}"]
+        if problems:
+            raise WeightSyncError(f"version {version.step} refused, {self._version.step} stays: {'; '.join(problems)}")
+        self._model.load_state_dict(dict(tensors))
+        self._version = version
+        # What the old weights computed must never be continued by the new ones.
+        self._rows, self._cache, self._released = [], ValueCache.empty(self._config, 0), set()
+
+    def _row(self, handle: int) -> _Row:
+        for row in self._rows:
+            if row.handle == handle and handle not in self._released:
+                return row
+        raise EngineError(f"no live context has handle {handle}")
+
+    def _drop_released(self) -> None:
+        if self._released:
+            keep = [i for i, row in enumerate(self._rows) if row.handle not in self._released]
+            self._cache = self._cache.select(torch.tensor(keep, dtype=torch.int64))
+            self._rows = [self._rows[i] for i in keep]
+            self._released = set()
+
+    def _feed(self) -> torch.Tensor:
+        """Run the forward over all pending tokens; return the hidden row [M, D] after each active row's last token."""
+        pending = [row.active.pending if row.active else [] for row in self._rows]
+        batch = TokenBatch.pack([torch.tensor(p, dtype=torch.int64) for p in pending])
+        out = self._model(batch, self._cache)
+        assert isinstance(out.cache, ValueCache)
+        self._cache = out.cache
+        routes = None if out.routes is None else out.routes.numpy().astype(np.uint16)
+        bounds = batch.cu_seqlens.tolist()
+        for row, start, end in zip(self._rows, bounds, bounds[1:], strict=False):
+            if row.active is not None:
+                row.context += row.active.pending
+                row.active.pending = []
+                if routes is not None:
+                    row.routes.append(routes[start:end])
+        ends = [end - 1 for row, end in zip(self._rows, bounds[1:], strict=True) if row.active is not None]
+        return out.hidden[torch.tensor(ends)]
+
+    def _record(self, row: _Row, active: _Active, token: int, logprob: float) -> Completion | None:
+        active.token_ids.append(token)
+        active.logprobs.append(logprob)
+        active.versions.append(self._version)
+        if token in active.request.stop_ids:
+            reason = "stop"
+        elif len(active.token_ids) == active.request.max_tokens:
+            reason = "length"
+        else:
+            active.pending = [token]
+            return None
+        row.active = None
+        return Completion(
+            request=active.number,
+            token_ids=np.asarray(active.token_ids, dtype=np.int32),
+            logprobs=np.asarray(active.logprobs, dtype=np.float32),
+            versions=tuple(active.versions),
+            stop_reason=reason,
+            handle=row.handle,
+        )
