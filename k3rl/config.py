@@ -4,7 +4,8 @@
 omegaconf object leaves this module. A key that does not exist, a value of the wrong type, or an impossible combination
 raises :class:`ConfigError` that names the key and, where there is one, the key that was probably meant.
 
-A section may be given as the path of another YAML file, relative to the file that names it (``model: model/k3_tiny.yaml``).
+A section may be given as the path of another YAML file, relative to the file that names it:
+``model: model/k3_tiny.yaml``.
 """
 
 from __future__ import annotations
@@ -341,7 +342,7 @@ def _check_override(cls: type, dotted: str) -> None:
 
 
 def _suggest_key(cls: type, prefix: str, key: str) -> str:
-    """Suggest the same key elsewhere in the run's tree, else a similar one of this section, else a similar one anywhere."""
+    """Suggest the same key elsewhere in the run's tree, else a similar one here, else a similar one anywhere."""
     leaves = _leaves(RunConfig, "")
     plain = key.replace("-", "_").lower()
     elsewhere = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == plain]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean in two parts. ``count`` 0 means that nothing was observed: the metric is then absent, not zero."""
+    """A weighted mean in two parts. ``count`` 0 means that nothing was observed: the metric is absent, not zero."""
 
     total: float
     count: float

@@ -59,7 +59,7 @@ class TrajectoryKey:
         return f"{self.ordinal:08d}.{self.sample:04d}.{self.attempt:02d}"
 
     def seed(self, run_seed: int, *purpose: object) -> int:
-        """A 64-bit seed of this attempt's own for ``purpose``: no two attempts share a stream, and a re-run repeats it."""
+        """A 64-bit seed for ``purpose``: no two attempts share a stream, and a re-run repeats it."""
         text = "/".join(str(part) for part in (run_seed, self, *purpose))
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -81,7 +81,7 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A named reward: a finite ``value``, or absent (``value`` None) with the ``cause`` why it could not be computed."""
+    """A named reward: a finite ``value``, or absent (``value`` None) with the ``cause`` of its absence."""
 
     name: str
     value: float | None

@@ -49,6 +49,12 @@ class EpisodeSpec:
 
     key: TrajectoryKey
     task: Task
+    seed_attempt: int = 0
+    """Whose random stream to use. Work that a crash lost is repeated with the stream it had; a retry takes a new one."""
+
+    def seed(self, run_seed: int, *purpose: object) -> int:
+        """Seed of this episode for ``purpose``."""
+        return replace(self.key, attempt=self.seed_attempt).seed(run_seed, *purpose)
 
 
 @dataclass(slots=True)
@@ -138,7 +144,7 @@ class AgentLoop:
             max_tokens=min(self._config.max_tokens_per_turn, room),
             temperature=temperature,
             stop_ids=self._format.stop_ids,
-            seed=episode.spec.key.seed(self._run_seed, "turn", episode.turns),
+            seed=episode.spec.seed(self._run_seed, "turn", episode.turns),
             handle=episode.handle,
         )
         waiting[self._engine.submit(request)] = episode

@@ -52,7 +52,7 @@ def _demonstrate_one(
 
     try:
         observation, _ = env.reset(options={"task": spec.task})
-        policy = env.unwrapped.demonstrator(np.random.default_rng(spec.key.seed(run_seed, "demonstrator")))
+        policy = env.unwrapped.demonstrator(np.random.default_rng(spec.seed(run_seed, "demonstrator")))
         append("prompt", chat_format.render_prompt(observation, env.unwrapped.tool_schemas))
         history = list(observation)
         outcome = Outcome(status="truncated", limit="max_turns")

@@ -1,8 +1,8 @@
 """The K3 engine: continuous batching over the model's own cache.
 
-All live contexts are rows of one stacked cache. A step feeds each active row what it has not seen (a new observation, or
-the token it sampled last) in one ragged forward, so prefill and decode share steps. Rows of released handles are dropped
-before the next forward.
+All live contexts are rows of one stacked cache. A step feeds each active row what it has not seen (a new observation,
+or the token it sampled last) in one ragged forward, so prefill and decode share steps. Rows of released handles are
+dropped before the next forward.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ class RolloutWorker:
             self._engine.update_weights(version, tensors)
         return self._engine.version.digest
 
-    def rollout(self, specs: Sequence[EpisodeSpec], temperature: float) -> list[Trajectory]:
+    def rollout(self, specs: Sequence[EpisodeSpec], temperature: float, seed: int) -> list[Trajectory]:
         """Play episodes with the current weights. Temperature 0 is greedy."""
         assert self._engine is not None, "update_weights comes first"
-        loop = AgentLoop(self._engine, self._format, self._config.environment, self._config.seed)
+        loop = AgentLoop(self._engine, self._format, self._config.environment, seed)
         return loop.run(specs, temperature)
 
     def demonstrate(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:

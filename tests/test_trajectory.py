@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -99,7 +101,7 @@ def test_paths_cover_every_segment_and_follow_the_context_links(t: Trajectory) -
     assert {i for path in paths for i in path} == set(range(len(t.segments)))
     for path in paths:
         assert t.segments[path[0]].context is None
-        assert all(t.segments[b].context == a for a, b in zip(path, path[1:], strict=False))
+        assert all(t.segments[b].context == a for a, b in pairwise(path))
 
 
 def test_a_link_forward_is_refused() -> None:

@@ -6,10 +6,10 @@ States::
        |        |           |
        +--------+-----------+---------> dropped(reason)
 
-A *step* is the number of the update, and of the weights that the update makes: the batch leased for step 7 turns weights
-6 into weights 7, and a checkpoint of step 7 has consumed every lease up to 7. A checkpoint publishes its
-:class:`ConsumedSet` in the same manifest as the weights; after a crash :meth:`Ledger.restore` makes the ledger agree
-with the manifest that was loaded. A lease that the manifest does not contain changed only weights that are gone.
+A *step* is the number of the update, and of the weights that it makes: the batch leased for step 7 turns weights 6 into
+weights 7, and a checkpoint of step 7 has consumed every lease up to 7. A checkpoint publishes its :class:`ConsumedSet`
+in the same manifest as the weights; after a crash :meth:`Ledger.restore` makes the ledger agree with the manifest that
+was loaded. A lease that the manifest does not contain changed only weights that are gone.
 
 Calls are idempotent where a retry may repeat them (seal, lease, drop, commit) and durable when they return.
 """
@@ -38,6 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "committed": frozenset(),
     "dropped": frozenset(),
 }
+LIVE = ("sealed", "leased", "committed")
 FINAL_REASONS = ("duplicate", "lost")
 """Drops that a rollback never undoes: another attempt won, or there is no payload."""
 
@@ -120,25 +121,15 @@ class ConsumedSet:
         return (key.ordinal < self.frontier) != ((key.ordinal, key.sample) in self.exceptions)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain form; runs of ordinals with the same samples are written as ``[first, last, [samples]]``."""
-        runs: list[list[Any]] = []
-        for ordinal, pairs in itertools.groupby(sorted(self.exceptions), key=lambda pair: pair[0]):
-            samples = [sample for _, sample in pairs]
-            if runs and runs[-1][1] == ordinal - 1 and runs[-1][2] == samples:
-                runs[-1][1] = ordinal
-            else:
-                runs.append([ordinal, ordinal, samples])
-        return {"step": self.step, "frontier": self.frontier, "exceptions": runs}
+        """Plain form, with the exceptions by ordinal."""
+        by_ordinal = itertools.groupby(sorted(self.exceptions), key=lambda pair: pair[0])
+        exceptions = {str(ordinal): [sample for _, sample in pairs] for ordinal, pairs in by_ordinal}
+        return {"step": self.step, "frontier": self.frontier, "exceptions": exceptions}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> ConsumedSet:
         """Inverse of :meth:`to_json`."""
-        pairs = {
-            (ordinal, sample)
-            for first, last, samples in values["exceptions"]
-            for ordinal in range(first, last + 1)
-            for sample in samples
-        }
+        pairs = {(int(ordinal), sample) for ordinal, samples in values["exceptions"].items() for sample in samples}
         return ConsumedSet(step=values["step"], frontier=values["frontier"], exceptions=frozenset(pairs))
 
 
@@ -146,16 +137,6 @@ class Ledger:
     """The ledger of one run, in the SQLite file ``path`` (made when it does not exist).
 
     Several processes may hold it open; each call is one transaction, and one fsync however many keys it carries.
-
-    Example:
-        >>> ledger = Ledger(":memory:")
-        >>> key = TrajectoryKey(ordinal=0, sample=0)
-        >>> ledger.issue([key], [Task(environment="grid", split="train", index=0)])
-        >>> ledger.seal([Seal(key=key, uri="a.parquet", digest="00", policy_step=0)])
-        ['sealed']
-        >>> ledger.lease([key], step=1)
-        >>> ledger.commit(step=1)
-        1
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -236,10 +217,7 @@ class Ledger:
     def commit(self, step: int) -> int:
         """Commit every lease up to ``step``: call it once the manifest of ``step`` is published. Returns how many."""
         with self.transaction():
-            done = self._db.execute(
-                "UPDATE attempts SET state = 'committed' WHERE state = 'leased' AND step <= ?", (step,)
-            )
-            return done.rowcount
+            return self._db.execute(_COMMIT, (step,)).rowcount
 
     def consumed(self, step: int) -> ConsumedSet:
         """What the weights of ``step`` have been trained on: every lease and commit up to ``step``."""
@@ -267,16 +245,14 @@ class Ledger:
         """
         with self.transaction():
             self._compare(consumed)
-            self._db.execute(
-                "UPDATE attempts SET state = 'committed' WHERE state = 'leased' AND step <= ?", (consumed.step,)
-            )
+            self._db.execute(_COMMIT, (consumed.step,))
             returned = self._db.execute(
                 "UPDATE attempts SET state = 'sealed', step = NULL WHERE state IN ('leased', 'committed') AND step > ?",
                 (consumed.step,),
             ).rowcount
             for attempt in self.attempts(states=("dropped",)):
                 undone = attempt.step is not None and attempt.step > consumed.step and attempt.uri is not None
-                if undone and attempt.reason not in FINAL_REASONS and self._live(attempt.key) is None:
+                if undone and attempt.reason not in FINAL_REASONS and not self._is_live(attempt.key):
                     self._write(attempt.key, state="sealed", step=None, reason=None)
                     returned += 1
             lost = tuple(attempt.key for attempt in self.attempts(states=("issued",)))
@@ -291,9 +267,8 @@ class Ledger:
 
     def get(self, key: TrajectoryKey) -> Attempt | None:
         """The attempt ``key``, or None when it was never issued."""
-        row = self._db.execute(
-            f"{_SELECT} WHERE ordinal = ? AND sample = ? AND attempt = ?", dataclasses.astuple(key)
-        ).fetchone()
+        query = f"{_SELECT} WHERE ordinal = ? AND sample = ? AND attempt = ?"
+        row = self._db.execute(query, dataclasses.astuple(key)).fetchone()
         return None if row is None else _attempt(row)
 
     def attempts(self, *, states: Collection[str] = tuple(ALLOWED), ordinal: int | None = None) -> list[Attempt]:
@@ -311,7 +286,7 @@ class Ledger:
         """
         marks = ",".join("?" * len(reasons))
         rows = self._db.execute(
-            f"{_SELECT} AS a WHERE state = 'dropped' AND reason IN ({marks}) AND NOT EXISTS (SELECT 1 FROM attempts AS b "
+            f"{_SELECT} AS a WHERE state = 'dropped' AND reason IN ({marks}) AND NOT EXISTS (SELECT * FROM attempts b "
             "WHERE b.ordinal = a.ordinal AND b.sample = a.sample AND (b.attempt > a.attempt OR b.state != 'dropped')) "
             "ORDER BY ordinal, sample",
             [*reasons],
@@ -345,8 +320,7 @@ class Ledger:
             )
         ]
         for attempt in self.attempts():
-            alive = attempt.state in ("sealed", "leased", "committed")
-            if alive and (attempt.uri is None or attempt.digest is None):
+            if attempt.state in LIVE and (attempt.uri is None or attempt.digest is None):
                 broken.append(f"L2: {attempt.key} is {attempt.state} without a payload")
             if (attempt.state == "dropped") != (attempt.reason is not None):
                 broken.append(f"L2: {attempt.key} is {attempt.state} with reason {attempt.reason}")
@@ -365,18 +339,16 @@ class Ledger:
                 raise _illegal(seal.key, f"dropped({old.reason})", "sealed")
             return "sealed" if old.state != "dropped" and old.digest == seal.digest else "duplicate"
         payload = {"uri": seal.uri, "digest": seal.digest, "policy_step": seal.policy_step}
-        if self._live(seal.key) is not None:
+        if self._is_live(seal.key):
             self._write(seal.key, state="dropped", reason="duplicate", **payload)
             return "duplicate"
         self._write(seal.key, state="sealed", **payload)
         return "sealed"
 
-    def _live(self, key: TrajectoryKey) -> TrajectoryKey | None:
-        row = self._db.execute(
-            "SELECT attempt FROM attempts WHERE ordinal = ? AND sample = ? AND state IN ('sealed', 'leased', 'committed')",
-            (key.ordinal, key.sample),
-        ).fetchone()
-        return None if row is None else dataclasses.replace(key, attempt=row[0])
+    def _is_live(self, key: TrajectoryKey) -> bool:
+        """Whether an attempt of this sample key is sealed, leased or committed."""
+        query = f"SELECT 1 FROM attempts WHERE ordinal = ? AND sample = ? AND state IN {LIVE}"
+        return self._db.execute(query, (key.ordinal, key.sample)).fetchone() is not None
 
     def _require(self, key: TrajectoryKey, target: str) -> Attempt:
         attempt = self.get(key)
@@ -391,10 +363,8 @@ class Ledger:
 
     def _write(self, key: TrajectoryKey, **columns: Any) -> None:
         names = ", ".join(f"{name} = ?" for name in columns)
-        self._db.execute(
-            f"UPDATE attempts SET {names} WHERE ordinal = ? AND sample = ? AND attempt = ?",
-            (*columns.values(), *dataclasses.astuple(key)),
-        )
+        query = f"UPDATE attempts SET {names} WHERE ordinal = ? AND sample = ? AND attempt = ?"
+        self._db.execute(query, (*columns.values(), *dataclasses.astuple(key)))
 
     def _compare(self, consumed: ConsumedSet) -> None:
         """Refuse a manifest that does not hold exactly the leases and commits up to its step."""
@@ -410,6 +380,7 @@ class Ledger:
             )
 
 
+_COMMIT = "UPDATE attempts SET state = 'committed' WHERE state = 'leased' AND step <= ?"
 _SELECT = (
     "SELECT ordinal, sample, attempt, environment, split, task_index, state, step, reason, uri, digest, policy_step "
     "FROM attempts"

@@ -20,8 +20,8 @@ SignalTest = Callable[[Sequence[Trajectory]], str | None]
 class Buffer:
     """Ledger and payloads of one run, below ``folder`` (``ledger.sqlite`` and ``trajectories/``).
 
-    A group that is older than ``max_staleness``, teaches nothing or is damaged is dropped whole, with its reason, in the
-    same transaction that leases the batch. Batches are in order of ordinal: the oldest first.
+    A group that is older than ``max_staleness``, teaches nothing or is damaged is dropped whole, with its reason, in
+    the same transaction that leases the batch. Batches are in order of ordinal: the oldest first.
     """
 
     def __init__(self, folder: str | Path, *, max_staleness: int, no_signal: SignalTest | None = None) -> None:
@@ -76,27 +76,16 @@ class Buffer:
         A sample is waited for while its only attempts are issued, or lost and not issued again. To go on without
         a straggler, drop it with another reason.
         """
-        ready: list[list[Attempt]] = []
-        open_ordinals = {a.key.ordinal for a in self.ledger.attempts(states=("issued",))}
-        open_ordinals |= {a.key.ordinal for a in self.ledger.reissuable(("lost",))}
         sealed = self.ledger.attempts(states=("sealed",))
-        for ordinal, attempts in itertools.groupby(sealed, key=lambda attempt: attempt.key.ordinal):
-            group = list(attempts)
-            if ordinal not in open_ordinals or self._only_hedges_are_out(ordinal):
-                ready.append(group)
-        return ready
+        alive = {(a.key.ordinal, a.key.sample) for a in sealed}
+        out = [*self.ledger.attempts(states=("issued",)), *self.ledger.reissuable(("lost",))]
+        waiting = {a.key.ordinal for a in out if (a.key.ordinal, a.key.sample) not in alive}
+        groups = itertools.groupby(sealed, key=lambda attempt: attempt.key.ordinal)
+        return [list(attempts) for ordinal, attempts in groups if ordinal not in waiting]
 
     def close(self) -> None:
         """Close the ledger."""
         self.ledger.close()
-
-    def _only_hedges_are_out(self, ordinal: int) -> bool:
-        """Whether every sample that still runs has another attempt that is sealed already."""
-        attempts = self.ledger.attempts(ordinal=ordinal)
-        alive = {a.key.sample for a in attempts if a.state in ("sealed", "leased", "committed")}
-        waiting = {a.key.sample for a in attempts if a.state == "issued" or a.reason == "lost"}
-        given_up = {a.key.sample for a in attempts} - waiting
-        return waiting <= alive | given_up
 
     def _age_reason(self, group: Sequence[Attempt], learner_step: int) -> str | None:
         steps = [attempt.policy_step for attempt in group if attempt.policy_step is not None]

@@ -34,7 +34,7 @@ class Policy(Protocol):
     def __call__(self, batch: TokenBatch, cache: Cache | None = None) -> ForwardOutput: ...
 
     def token_logprobs(self, hidden_MD: torch.Tensor, targets_M: torch.Tensor, temperature: float) -> TokenLogprobs:
-        """Log-probability of ``targets_M`` under the softmax of (head(hidden) / temperature), entropy and log-sum-exp."""
+        """Log-probability of ``targets_M`` under softmax(head(hidden) / temperature), entropy and log-sum-exp."""
         ...
 
     def values(self, hidden_MD: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,6 @@
 """The training objective, composed of small functions."""
+
+from k3rl.objective.batch import ObjectiveBatch, Sample, TokenVectors, build_batch
+from k3rl.objective.presets import PRESETS, Objective, resolve
+
+__all__ = ["PRESETS", "Objective", "ObjectiveBatch", "Sample", "TokenVectors", "build_batch", "resolve"]

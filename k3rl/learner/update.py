@@ -1,0 +1,164 @@
+"""One optimiser step from trajectories: build the batch, two passes, clip, guard, step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from k3rl.config import LearnerConfig, ObjectiveConfig
+from k3rl.errors import CheckpointError, ConfigError, TrainingError
+from k3rl.learner.forward import compute_gradients, compute_vectors, plan_micro_batches
+from k3rl.learner.optim import build_optimizer, lr_factor
+from k3rl.learner.policy import Policy
+from k3rl.metrics import Metrics
+from k3rl.objective import Objective, ObjectiveBatch, build_batch, resolve
+from k3rl.trajectory import Trajectory
+
+
+class Learner:
+    """Owns a policy's optimiser. Deterministic: the same state and the same batch give the same next weights."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        objective: Objective,
+        config: LearnerConfig,
+        total_steps: int,
+        reference: Policy | None = None,
+    ) -> None:
+        """``total_steps`` is the number of updates over which the learning rate decays."""
+        if objective.needs_value and not policy.capabilities.value:
+            raise ConfigError(f"objective.preset: {objective.preset!r} needs a value head; set model.value_head: true")
+        if objective.needs_reference and reference is None:
+            raise ConfigError("objective.kl_coef: a KL term needs a reference policy, and there is none")
+        self.policy = policy
+        self.objective = objective
+        self.config = config
+        self.reference = reference
+        self.total_optimizer_steps = total_steps * objective.epochs
+        self.optimizer = build_optimizer(policy, config.optimizer)
+        self.step = 0  # optimiser steps taken; the position in the schedule
+        self.skipped = 0  # updates that the guard refused, ever
+        self.skipped_in_a_row = 0
+        self._sft = resolve(ObjectiveConfig(preset="sft"))
+
+    def update(self, trajectories: Sequence[Trajectory], rewards: Sequence[np.ndarray | None]) -> Metrics:
+        """Train on a whole global batch.
+
+        ``rewards[j]`` is the composed reward of each segment of trajectory j: 0 where nothing was earned, NaN (or None
+        for all) where absent. Raises TrainingError after ``max_skipped_updates`` refused updates in a row.
+        """
+        return self._update(self.objective, build_batch(trajectories, rewards))
+
+    def sft_update(self, demonstrations: Sequence[Trajectory]) -> Metrics:
+        """Raise the likelihood of the demonstrations' action tokens: the same path with the ``sft`` objective."""
+        objective = self.objective if self.objective.preset == "sft" else self._sft
+        return self._update(objective, build_batch(demonstrations, [np.zeros(len(d.segments)) for d in demonstrations]))
+
+    def _update(self, objective: Objective, batch: ObjectiveBatch) -> Metrics:
+        started = time.perf_counter()
+        metrics = Metrics()
+        plan = plan_micro_batches(batch, self.config.micro_batch_tokens)
+        metrics.sum("train/tokens", batch.num_trained)
+        metrics.sum("train/input_tokens", sum(len(batch.samples[n].ids) for part in plan for n in part))
+        metrics.sum("train/empty_updates", int(not plan))
+        metrics.sum("train/unscored_trajectories", int((~batch.scored).sum()))
+        if not plan:
+            self._zero_gradients()
+            return metrics
+        if objective.needs_reference and self.reference is not None:
+            reference = compute_vectors(self.reference, batch, plan, with_value=False)
+            batch = dataclasses.replace(batch, reference_logprobs=reference.logprob)
+        for epoch in range(objective.epochs):
+            self._zero_gradients()
+            loss, batch, found = compute_gradients(self.policy, objective, batch, plan)
+            # after the first step the gap is what was learned, no longer how far rollout and learner disagree
+            kept = {name: m for name, m in found if epoch == 0 or not name.startswith("train/logprob_gap")}
+            metrics = Metrics.merge([metrics, Metrics(kept)])
+            self._guarded_step(float(loss), metrics)
+        metrics.sum("train/update_s", time.perf_counter() - started)
+        return metrics
+
+    def _zero_gradients(self) -> None:
+        """Zeros, not None: an idle rank must have something to reduce."""
+        for _, parameter in self.policy.named_parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _guarded_step(self, loss: float, metrics: Metrics) -> None:
+        """Clip and step; a loss or gradient norm that is not finite leaves weights, optimiser and schedule alone."""
+        optimizer = self.config.optimizer
+        gradients = [p.grad for _, p in self.policy.named_parameters() if p.grad is not None]
+        norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients])))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._refuse(loss, norm, metrics)
+            return
+        scale = min(1.0, optimizer.max_grad_norm / norm) if norm > 0 else 1.0
+        if scale < 1.0:
+            for gradient in gradients:
+                gradient.mul_(scale)
+        lr = optimizer.lr * lr_factor(self.step, self.total_optimizer_steps, optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.step += 1
+        self.skipped_in_a_row = 0
+        metrics.sum("train/skipped_updates", 0)
+        metrics.mean("train/grad_norm", norm)
+        metrics.mean("train/grad_clipped_frac", float(scale < 1.0))
+        metrics.mean("train/lr", lr)
+
+    def _refuse(self, loss: float, norm: float, metrics: Metrics) -> None:
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self._zero_gradients()
+        metrics.sum("train/skipped_updates", 1)
+        if self.skipped_in_a_row >= self.config.max_skipped_updates:
+            raise TrainingError(
+                f"{self.skipped_in_a_row} updates in a row were not finite (last loss {loss}, gradient norm {norm}); "
+                "the weights are those of the last sound step"
+            )
+
+    def state_dict(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Optimiser tensors named ``<parameter>/<slot>``, and counters that JSON can hold. Weights are not in it."""
+        names = {id(p): name for name, p in self.policy.named_parameters()}
+        tensors = {
+            f"{names[id(parameter)]}/{slot}": tensor.detach().clone()
+            for parameter, slots in self.optimizer.state.items()
+            for slot, tensor in slots.items()
+        }
+        counters = {
+            "optimizer": self.config.optimizer.name,
+            "step": self.step,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+        return tensors, counters
+
+    def load_state_dict(self, tensors: dict[str, torch.Tensor], counters: dict[str, Any]) -> None:
+        """Inverse of :meth:`state_dict`; the policy's weights are loaded apart."""
+        if counters["optimizer"] != self.config.optimizer.name:
+            raise CheckpointError(
+                f"the state is of optimizer {counters['optimizer']!r}, the run uses {self.config.optimizer.name!r}"
+            )
+        parameters = dict(self.policy.named_parameters())
+        self.optimizer.state.clear()
+        for key, tensor in tensors.items():
+            name, slot = key.rsplit("/", 1)
+            if name not in parameters:
+                raise CheckpointError(f"optimizer state for {name!r}, which the policy does not have")
+            if tensor.ndim and tensor.shape != parameters[name].shape:
+                raise CheckpointError(
+                    f"optimizer state {key!r} has shape {tuple(tensor.shape)}, not {tuple(parameters[name].shape)}"
+                )
+            device = parameters[name].device if tensor.ndim else tensor.device
+            self.optimizer.state[parameters[name]][slot] = tensor.detach().clone().to(device)
+        self.step = int(counters["step"])
+        self.skipped = int(counters["skipped"])
+        self.skipped_in_a_row = int(counters["skipped_in_a_row"])

@@ -1,0 +1,411 @@
+"""The controller of a run. It owns the schedule and the record of what happened; it holds no tensor.
+
+    SFT:   until validation success stops rising:   demonstrate -> update
+    RL:    for each step:   issue -> roll out -> seal -> lease -> update -> publish, and now and then checkpoint + commit
+    then:  evaluate on held-out tasks, and say where everything is
+
+The groups of step s are the ordinals [s G, (s + 1) G), whatever happened before. So a run in the synchronous schedule that
+was killed takes the identical next step: what was lost is sampled again, from the same seeds, by the same weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from k3rl.buffer.ledger import ConsumedSet
+from k3rl.buffer.sampler import Buffer
+from k3rl.config import to_dict
+from k3rl.errors import ConfigError, StarvedError
+from k3rl.evaluation.report import EvaluationReport, summarise
+from k3rl.learner.worker import LearnerWorker
+from k3rl.observe.console import progress, table
+from k3rl.observe.tracker import MetricsWriter
+from k3rl.rewards.compose import signal_reason
+from k3rl.rollout.agent_loop import EpisodeSpec
+from k3rl.rollout.worker import RolloutWorker
+from k3rl.runtime.cluster import make_actor, ray_session, wait_for
+from k3rl.runtime.event_log import EventLog
+from k3rl.runtime.rollout_metrics import rollout_metrics
+from k3rl.trajectory import PolicyVersion, Task, Trajectory, TrajectoryKey
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from k3rl.config import RunConfig
+
+MAX_STARVED_STEPS = 10
+"""RL steps in a row without a single group to learn from, after which the run stops."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands: the part of a checkpoint that is no tensor."""
+
+    phase: Literal["sft", "rl", "final", "done"] = "sft"
+    sft_step: int = 0
+    rl_step: int = 0
+    incarnation: int = 0
+    best_success: float = -1.0
+    evals_without_best: int = 0
+    sft_curve: list[list[float]] = field(default_factory=list)
+    rl_curve: list[list[float]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    max_logprob_gap: float = 0.0
+
+    def spend(self, what: str, started: float) -> None:
+        """Book the time since ``started`` (``time.perf_counter``) under ``what``."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
+
+
+def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
+    """Run a job to its end and return its summary (also written to ``summary.json``)."""
+    run_dir = config.run_dir
+    config_path = run_dir / "config.json"
+    if resume and not config_path.exists():
+        raise ConfigError(f"nothing to resume: {run_dir} holds no run")
+    if not resume and config_path.exists():
+        raise ConfigError(f"run folder {run_dir} is in use: go on with --resume, or choose another name=")
+    if resume:
+        _refuse_another_run(config, json.loads(config_path.read_text()))
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config_path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
+    started = time.perf_counter()
+    with ray_session(config):
+        controller = Controller(config)
+        try:
+            controller.start()
+            controller.progress.spend("setup", started)
+            return controller.run()
+        finally:
+            controller.close()
+
+
+def _refuse_another_run(config: RunConfig, old: dict[str, Any]) -> None:
+    """A resumed run may become longer or save more often; it may not become another run."""
+    free = {"steps", "checkpoint_every", "checkpoints_kept", "run_root", "name"}
+    changed = sorted(key for key, value in to_dict(config).items() if key not in free and old.get(key) != value)
+    if changed:
+        raise ConfigError(f"{config.run_dir} was started with another {', '.join(changed)}; choose another name=")
+
+
+class Controller:
+    """One run: its folder on disk and its actors."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.progress = Progress()
+        self.metrics = MetricsWriter(config.run_dir)
+        self.events = EventLog(config.run_dir / "events.jsonl")
+        self.buffer = Buffer(
+            config.run_dir,
+            max_staleness=config.buffer.max_staleness,
+            no_signal=self._no_signal if config.buffer.drop_no_signal else None,
+        )
+        self.learner = make_actor(LearnerWorker, config, name="learner")
+        self.worker_names = [f"rollout-{i}" for i in range(config.rollout.num_workers)]
+        self.workers = [make_actor(RolloutWorker, config, name=name) for name in self.worker_names]
+        self.version = PolicyVersion(incarnation=0, step=0, digest="")
+
+    def start(self) -> None:
+        """Load the last good checkpoint, if there is one, and give its weights to the rollout workers."""
+        loaded = self._ask_learner("load", self.config.run_dir / "checkpoints")
+        consumed = ConsumedSet()
+        if loaded is not None:
+            state, consumed_json, damaged = loaded
+            for message in damaged:
+                print(f"passed over a damaged checkpoint: {message}")
+            self.progress = Progress(**state)
+            self.progress.incarnation += 1
+            consumed = ConsumedSet.from_json(consumed_json)
+        lost = self.buffer.ledger.restore(consumed).lost
+        self.events.restore(self.progress.rl_step, lost)
+        self._publish()
+
+    def close(self) -> None:
+        """Close the files of the run."""
+        self.metrics.close()
+        self.events.close()
+        self.buffer.close()
+
+    def run(self) -> dict[str, Any]:
+        """Go through the phases that are left."""
+        if self.progress.phase == "sft":
+            self._sft()
+        if self.progress.phase == "rl":
+            self._rl()
+        if self.progress.phase == "final":
+            self._final()
+        return self._summarise()
+
+    # --- phases -------------------------------------------------------------------------------------------------------
+
+    def _sft(self) -> None:
+        config, at = self.config.sft, self.progress
+        if config.max_steps:
+            demonstrated = self._ask_workers(
+                "demonstrate", self._specs("validation", self.config.evaluation.num_tasks), "demonstrations"
+            )
+            at.reports["demonstrator"] = summarise(demonstrated).to_dict()
+            print(f"demonstrator: success {at.reports['demonstrator']['success']:.3f}")
+            self._sft_steps(config.max_steps)
+            self._publish()
+            self._evaluate_into("after_sft")
+        self._ask_learner("save", self.config.run_dir / "after_sft", **self._checkpoint_state(), keep=1)
+        at.phase = "rl"
+        self._ask_learner("begin", "rl")
+        self._checkpoint()
+
+    def _sft_steps(self, max_steps: int, for_seconds: float | None = None) -> None:
+        """Imitate until validation success stops rising; or, given ``for_seconds``, for that long without looking."""
+        config, at = self.config.sft, self.progress
+        self._ask_learner("begin", "sft")
+        started = time.perf_counter()
+        demonstrations = self._start("demonstrate", self._sft_specs(at.sft_step))
+        with progress("SFT", max_steps) as bar:
+            while at.sft_step < max_steps:
+                batch = self._collect(demonstrations, "demonstrations")
+                demonstrations = self._start("demonstrate", self._sft_specs(at.sft_step + 1))
+                scalars = self._ask_learner("update", batch).scalars()
+                at.sft_step += 1
+                self.metrics.write(at.sft_step, {f"sft/{name}": value for name, value in scalars.items()})
+                bar.advance(note=f"loss {scalars.get('train/loss', math.nan):.3f}")
+                if for_seconds is not None:
+                    if time.perf_counter() - started > for_seconds:
+                        break
+                elif at.sft_step % config.eval_every == 0 and self._sft_has_peaked():
+                    break
+        self._collect(demonstrations, "demonstrations")
+        at.spend("sft" if for_seconds is None else "sft_only", started)
+
+    def _sft_has_peaked(self) -> bool:
+        config, at = self.config.sft, self.progress
+        self._publish()
+        report = self.evaluate("validation", config.eval_tasks, self.config.rollout.temperature)
+        at.sft_curve.append([at.sft_step, report.success])
+        self.metrics.write(at.sft_step, {"sft/validation_success": report.success})
+        print(f"SFT step {at.sft_step:4d}: validation success {report.success:.3f}")
+        at.evals_without_best = 0 if report.success > at.best_success else at.evals_without_best + 1
+        at.best_success = max(at.best_success, report.success)
+        return at.sft_step >= config.min_steps and at.evals_without_best >= config.patience
+
+    def _rl(self) -> None:
+        config, at = self.config, self.progress
+        if not config.steps:
+            at.phase = "final"
+            return
+        print(f"objective: {self._ask_learner('formula')}")
+        is_async = config.schedule == "one_step_async"
+        pending = None
+        starved = 0
+        with progress("RL", config.steps - at.rl_step) as bar:
+            while at.rl_step < config.steps:
+                started = time.perf_counter()
+                batch = self._seal(pending or self._start_rollouts(at.rl_step))
+                # One step ahead: the next rollouts run on the weights of now while the learner changes them.
+                pending = self._start_rollouts(at.rl_step + 1) if is_async and at.rl_step + 1 < config.steps else None
+                starved = 0 if self._train_step(batch) else starved + 1
+                if starved == MAX_STARVED_STEPS:
+                    dropped = self.buffer.ledger.counts().dropped
+                    raise StarvedError(f"no group to learn from in {starved} steps in a row; dropped so far: {dropped}")
+                if pending is None:
+                    self._publish()
+                at.spend("rl", started)
+                reward = rollout_metrics(batch, config.rewards).scalars().get("rollout/reward", math.nan)
+                bar.advance(note=f"reward {reward:.3f}")
+                self._after_rl_step(may_evaluate=pending is None)
+        at.phase = "final"
+        self._checkpoint()
+
+    def _train_step(self, sampled: Sequence[Trajectory]) -> bool:
+        """Lease a batch, update on it and record both. False when no group could be trained on."""
+        at = self.progress
+        groups = self.buffer.take(self.config.rollout.groups_per_step, at.rl_step)
+        batch = [trajectory for group in groups for trajectory in group]
+        attempts = [self.buffer.ledger.get(t.key) for t in batch]
+        # Durable before the optimizer moves: what a step trains on is known whatever happens next.
+        self.events.lease(at.rl_step + 1, [t.key for t in batch], [a.digest or "" for a in attempts if a is not None])
+        metrics = rollout_metrics(sampled, self.config.rewards)
+        if batch:
+            for name, metric in self._ask_learner("update", batch):
+                metrics.add(name, metric)
+            at.max_logprob_gap = max(at.max_logprob_gap, metrics.scalars().get("train/logprob_gap_max", 0.0))
+        at.rl_step += 1
+        self.metrics.write(at.rl_step, metrics)
+        self.events.step(at.rl_step, metrics.scalars())
+        return bool(batch)
+
+    def _after_rl_step(self, *, may_evaluate: bool) -> None:
+        config, at = self.config, self.progress
+        every = config.evaluation.every
+        if every and at.rl_step % every == 0 and may_evaluate:
+            report = self.evaluate(config.evaluation.split, config.evaluation.num_tasks, config.rollout.temperature)
+            at.rl_curve.append([at.rl_step, report.success])
+            self.metrics.write(at.rl_step, {"eval/success": report.success})
+        if at.rl_step % config.checkpoint_every == 0 and at.rl_step < config.steps:
+            self._checkpoint()
+
+    def _final(self) -> None:
+        config, at = self.config, self.progress
+        self._publish()
+        if config.steps:
+            self._evaluate_into("after_rl")
+        if config.steps and config.sft.max_steps and config.evaluation.sft_only_baseline:
+            self._ask_learner("load", config.run_dir / "after_sft")
+            self._sft_steps(at.sft_step + 1_000_000, for_seconds=at.seconds["rl"])
+            self._publish()
+            self._evaluate_into("sft_only")
+        at.phase = "done"
+
+    # --- what the phases are made of ----------------------------------------------------------------------------------
+
+    def evaluate(self, split: str, num_tasks: int, temperature: float) -> EvaluationReport:
+        """Play held-out tasks with the seeds of every other evaluation."""
+        specs = self._specs(split, num_tasks)
+        return summarise(self._ask_workers("rollout", specs, "evaluation", temperature, self.config.evaluation.seed))
+
+    def _evaluate_into(self, name: str) -> None:
+        """Evaluate sampled and greedy; keep both reports under ``name``."""
+        config, at = self.config, self.progress
+        started = time.perf_counter()
+        for suffix, temperature in (("", config.rollout.temperature), ("_greedy", 0.0)):
+            report = self.evaluate(config.evaluation.split, config.evaluation.num_tasks, temperature)
+            at.reports[name + suffix] = report.to_dict()
+        at.spend("eval", started)
+        print(f"{name}: success {at.reports[name]['success']:.3f} (greedy {at.reports[name + '_greedy']['success']:.3f})")
+
+    def _start_rollouts(self, step: int) -> list[Any]:
+        """Issue the attempts of a step that are not sealed yet, and start them."""
+        config = self.config
+        specs, keys = [], []
+        for ordinal in range(step * config.rollout.groups_per_step, (step + 1) * config.rollout.groups_per_step):
+            # Tasks that no demonstration has shown.
+            index = config.sft.max_steps * config.sft.batch_size + ordinal
+            task = Task(environment=config.environment.id, split="train", index=index)
+            for sample in range(config.rollout.group_size):
+                key = self._next_attempt(ordinal, sample)
+                if key is not None:
+                    keys.append(key)
+                    specs.append(EpisodeSpec(key=key, task=task))
+        self.buffer.ledger.issue(keys, [spec.task for spec in specs])
+        self.events.issue(keys, [spec.task for spec in specs], self.version)
+        return self._start("rollout", specs, config.rollout.temperature, config.seed)
+
+    def _next_attempt(self, ordinal: int, sample: int) -> TrajectoryKey | None:
+        """The attempt to issue for a sample, or None when one is sealed already."""
+        earlier = [a for a in self.buffer.ledger.attempts(ordinal=ordinal) if a.key.sample == sample]
+        if any(a.state != "dropped" for a in earlier):
+            return None
+        attempt = max((a.key.attempt for a in earlier), default=-1) + 1
+        return TrajectoryKey(ordinal=ordinal, sample=sample, attempt=attempt)
+
+    def _seal(self, pending: list[Any]) -> list[Trajectory]:
+        trajectories: list[Trajectory] = self._collect(pending, "rollouts")
+        if trajectories:
+            self.buffer.add_group(trajectories)
+            self.events.seal([t.key for t in trajectories], [])
+        return trajectories
+
+    def _no_signal(self, group: Sequence[Trajectory]) -> str | None:
+        return signal_reason(group, self.config.rewards, self.config.buffer.signal)
+
+    def _sft_specs(self, step: int) -> list[EpisodeSpec]:
+        size = self.config.sft.batch_size
+        return self._specs("train", size, first=step * size)
+
+    def _specs(self, split: str, num: int, first: int = 0) -> list[EpisodeSpec]:
+        return [
+            EpisodeSpec(
+                key=TrajectoryKey(ordinal=i, sample=0),
+                task=Task(environment=self.config.environment.id, split=split, index=i),
+            )
+            for i in range(first, first + num)
+        ]
+
+    # --- actors -------------------------------------------------------------------------------------------------------
+
+    def _ask_learner(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        ref = getattr(self.learner, method).remote(*args, **kwargs)
+        return wait_for([ref], ["learner"], self.config.learner.timeout_s, method)[0]
+
+    def _start(self, method: str, specs: Sequence[EpisodeSpec], *args: Any) -> list[Any]:
+        """Spread episodes over the workers, whole groups to one worker in turn; results keep no order of their own."""
+        n = len(self.workers)
+        size = self.config.rollout.group_size
+        shares = [[s for i, s in enumerate(specs) if (i // size) % n == w] for w in range(n)]
+        return [
+            getattr(worker, method).remote(share, *args) for worker, share in zip(self.workers, shares, strict=True)
+        ]
+
+    def _collect(self, refs: list[Any], what: str) -> list[Trajectory]:
+        shares = wait_for(refs, self.worker_names, self.config.rollout.timeout_s, what)
+        return sorted((t for share in shares for t in share), key=lambda t: t.key)
+
+    def _ask_workers(self, method: str, specs: Sequence[EpisodeSpec], what: str, *args: Any) -> list[Trajectory]:
+        return self._collect(self._start(method, specs, *args), what)
+
+    def _publish(self) -> None:
+        """Give the learner's weights to every rollout worker; each answers with the digest of what it now serves."""
+        at = self.progress
+        version, tensors = self._ask_learner("publish", at.incarnation, at.rl_step)
+        import ray
+
+        shared = ray.put(tensors)
+        refs = [worker.update_weights.remote(version, shared) for worker in self.workers]
+        digests = wait_for(refs, self.worker_names, self.config.rollout.timeout_s, "weight update")
+        assert set(digests) == {version.digest}
+        self.version = version
+        self.events.publish(at.rl_step, version)
+
+    def _checkpoint(self) -> None:
+        """Publish weights, optimizer and consumed set in one manifest, then commit what it names."""
+        at = self.progress
+        path = self._ask_learner(
+            "save",
+            self.config.run_dir / "checkpoints",
+            **self._checkpoint_state(),
+            keep=self.config.checkpoints_kept,
+        )
+        self.buffer.ledger.commit(at.rl_step)
+        self.events.checkpoint(at.rl_step, path)
+
+    def _checkpoint_state(self) -> dict[str, Any]:
+        at = self.progress
+        return {
+            "step": at.rl_step,
+            "version": self.version,
+            "state": asdict(at),
+            "consumed": self.buffer.ledger.consumed(at.rl_step).to_json(),
+        }
+
+    def _summarise(self) -> dict[str, Any]:
+        at, config = self.progress, self.config
+        counts = self.buffer.ledger.counts()
+        seconds = {name: at.seconds.get(name, 0.0) for name in ("setup", "sft", "rl", "sft_only", "eval")}
+        summary = {
+            **{f"success_{name}": report["success"] for name, report in at.reports.items()},
+            **{f"{name}_s": round(value, 2) for name, value in seconds.items()},
+            "total_s": round(sum(seconds.values()), 2),
+            "max_logprob_gap": at.max_logprob_gap,
+            "trajectories": {
+                "issued": counts.issued,
+                "committed": counts.by_state.get("committed", 0),
+                "dropped": counts.dropped,
+            },
+            "seed": config.seed,
+            "sft_curve": at.sft_curve,
+            "rl_curve": at.rl_curve,
+            "reports": at.reports,
+        }
+        path = config.run_dir / "summary.json"
+        path.write_text(json.dumps(summary, indent=1) + "\n")
+        table("Held-out tasks", [{"policy": n, **EvaluationReport(**r).row()} for n, r in at.reports.items()])
+        table("Seconds", [{**seconds, "total": summary["total_s"]}])
+        table("Trajectories", [{"issued": counts.issued, **counts.by_state, **counts.dropped}])
+        print(f"max |rollout - learner logprob| {at.max_logprob_gap:.2e}")
+        print(f"run folder: {config.run_dir}\nsummary:    {path}\ncurves:     tensorboard --logdir {config.run_dir}")
+        return summary

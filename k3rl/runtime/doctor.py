@@ -1,0 +1,79 @@
+"""``k3rl doctor``: can this machine, this configuration and its environment work together?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from k3rl.errors import K3rlError
+from k3rl.observe.console import table
+
+if TYPE_CHECKING:
+    from k3rl.config import RunConfig
+
+
+def examine(config: RunConfig) -> bool:
+    """Run every check, print one row each, and return whether all of them passed."""
+    checks: dict[str, Callable[[RunConfig], str]] = {
+        "python and libraries": _libraries,
+        "devices": _devices,
+        "run folder": _run_folder,
+        "objective": _objective,
+        "environment": _environment,
+        "chat format": _chat_format,
+    }
+    rows = []
+    for name, check in checks.items():
+        try:
+            rows.append({"check": name, "result": "ok", "detail": check(config)})
+        except (K3rlError, AssertionError, ImportError, OSError, ValueError) as error:
+            rows.append({"check": name, "result": "FAILED", "detail": f"{type(error).__name__}: {error}"})
+    table(f"k3rl doctor: {config.name}", rows)
+    return all(row["result"] == "ok" for row in rows)
+
+
+def _libraries(_: RunConfig) -> str:
+    found = [f"{name} {importlib.metadata.version(name)}" for name in ("torch", "ray", "gymnasium", "omegaconf")]
+    return f"Python {sys.version.split()[0]}, {', '.join(found)}"
+
+
+def _devices(_: RunConfig) -> str:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return f"{os.cpu_count()} CPU cores, {', '.join(gpus) if gpus else 'no GPU'}"
+
+
+def _run_folder(config: RunConfig) -> str:
+    parent = config.run_dir
+    while not parent.exists():
+        parent = parent.parent
+    if not os.access(parent, os.W_OK):
+        raise PermissionError(f"cannot write below {parent}")
+    return f"{config.run_dir}, {shutil.disk_usage(parent).free / 2**30:.0f} GiB free"
+
+
+def _objective(config: RunConfig) -> str:
+    from k3rl.objective import resolve
+
+    return resolve(config.objective, horizon=config.environment.max_episode_tokens).formula()
+
+
+def _environment(config: RunConfig) -> str:
+    from k3rl.envs.checks import check_environment
+
+    check_environment(config.environment.id, **config.environment.options)
+    return f"{config.environment.id}: gymnasium's checks, determinism, the expert solves it, splits are disjoint"
+
+
+def _chat_format(config: RunConfig) -> str:
+    from k3rl.rollout.chat_format import build_chat_format
+
+    size = build_chat_format(config).tokenizer.vocab_size
+    if size > config.model.vocab_size:
+        raise ValueError(f"model.vocab_size is {config.model.vocab_size}, the format needs {size} tokens")
+    return f"{config.chat_format}, {size} of {config.model.vocab_size} token ids used"

@@ -1,0 +1,37 @@
+"""What the rollouts of one step say, each number with its own denominator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from k3rl.metrics import Metrics
+from k3rl.rewards.compose import compose
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from k3rl.trajectory import Trajectory
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory], weights: Mapping[str, float]) -> Metrics:
+    """Metrics of sampled trajectories, before any group is dropped."""
+    metrics = Metrics()
+    for trajectory in trajectories:
+        rewards = compose(trajectory, weights)
+        if rewards is not None and not np.isnan(rewards).any():
+            metrics.mean("rollout/reward", float(rewards.sum()))
+        metrics.mean("rollout/absent_frac", float(rewards is None or bool(np.isnan(rewards).any())))
+        for name in weights:
+            value = trajectory.total_reward([name])
+            if value is not None:
+                metrics.mean(f"rollout/reward/{name}", value)
+        metrics.mean("rollout/turns", trajectory.num_turns)
+        metrics.mean("rollout/action_tokens", trajectory.num_action_tokens)
+        metrics.max("rollout/tokens_max", trajectory.num_tokens)
+        for status in ("completed", "truncated", "failed"):
+            metrics.mean(f"rollout/outcome/{status}_frac", trajectory.outcome.status == status)
+        calls = trajectory.stats.get("tool_calls", 0.0)
+        metrics.mean("rollout/invalid_call_frac", trajectory.stats.get("invalid_calls", 0.0), calls)
+    return metrics

@@ -1,0 +1,29 @@
+"""Weights in transit: what the learner publishes, with a version and a digest to check against."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from k3rl.trajectory import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightsHandle:
+    """One version of the policy. ``tensors`` may be shared memory: read them, never write."""
+
+    version: PolicyVersion
+    tensors: Mapping[str, torch.Tensor]
+
+
+def weights_digest(state_dict: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 (hex) over names in order, dtypes, shapes and bytes: equal exactly when the weights are bit-equal."""
+    digest = hashlib.sha256()
+    for name in sorted(state_dict):
+        tensor = state_dict[name].detach().cpu().contiguous()
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,12 @@
+"""Kimi Delta Attention: gate, short convolution, token recurrence and its tiled form."""
+
+from k3rl.kernels.kda.reference import (
+    conv_plan,
+    kda_gate,
+    kda_recurrent,
+    kda_tiles,
+    l2norm,
+    short_conv,
+)
+
+__all__ = ["conv_plan", "kda_gate", "kda_recurrent", "kda_tiles", "l2norm", "short_conv"]

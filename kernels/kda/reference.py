@@ -1,0 +1,206 @@
+"""Kimi Delta Attention in plain torch.
+
+Letters: N sequences (padded to T rows), H heads, K key width, V value width, W taps of the convolution, C channels.
+A padded row has k = g = beta = 0: it leaves the state as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+TILE = 16
+"""Rows whose decay ratios are formed as products of exponentials: 15 * 5 = 75 stays under float32's limit of 88."""
+
+
+class _Gate(torch.autograd.Function):
+    """bound * sigmoid(exp(A_log) (z + dt_bias)), whose gradient is 0 where the sigmoid is flat.
+
+    Plain autograd multiplies an exactly zero slope by exp(A_log), which is inf for large A_log: NaN.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, bound: float) -> torch.Tensor:
+        rate = A_log.exp().unsqueeze(-1)
+        shifted = z + dt_bias
+        # exp(A_log) = inf times a shift of exactly 0 is 0, the limit of every finite rate.
+        inner = torch.where(shifted == 0, torch.zeros_like(shifted), rate * shifted)
+        gate = torch.sigmoid(inner)
+        ctx.save_for_backward(rate, shifted, inner, gate)
+        ctx.bound = bound
+        return bound * gate
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        rate, shifted, inner, gate = ctx.saved_tensors
+        slope = gate * (1 - gate)
+        inner_grad = grads[0] * ctx.bound * slope
+        zero = torch.zeros_like(slope)
+        dz = torch.where(slope == 0, zero, inner_grad * rate)
+        d_log = torch.where(slope == 0, zero, inner_grad * torch.where(shifted == 0, zero, inner))
+        heads = d_log.shape[-2]
+        dz_rows = dz.reshape(dz[..., 0, 0].numel(), heads, dz.shape[-1])
+        return dz, d_log.sum(-1).reshape(dz_rows.shape[0], heads).sum(0), dz_rows.sum(0), None
+
+
+def kda_gate(z: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float) -> torch.Tensor:
+    """Log decay in (lower_bound, 0): ``lower_bound * sigmoid(exp(A_log) * (z + dt_bias))``.
+
+    Args:
+        z: [..., H, K].
+        A_log: [H].
+        dt_bias: [H, K].
+        lower_bound: negative.
+    """
+    return _Gate.apply(z, A_log, dt_bias, lower_bound)
+
+
+def l2norm(inputs: torch.Tensor) -> torch.Tensor:
+    """Unit length along the last axis, with 1e-6 inside the root."""
+    return inputs * torch.rsqrt(inputs.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def kda_recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The recurrence, token by token: the definition. Arguments and results as in :func:`kda_tiles`."""
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if initial_state is None else initial_state
+    outputs = []
+    for t in range(q.shape[1]):
+        state = g[:, t].exp().unsqueeze(-1) * state
+        error = beta[:, t].unsqueeze(-1) * (v[:, t] - torch.einsum("nhkv,nhk->nhv", state, k[:, t]))
+        state = state + k[:, t].unsqueeze(-1) * error.unsqueeze(-2)
+        outputs.append(torch.einsum("nhkv,nhk->nhv", state, q[:, t]))
+    return torch.stack(outputs, 1) if outputs else torch.zeros_like(v), state
+
+
+def _invert_unit_lower(lower: torch.Tensor) -> torch.Tensor:
+    """(I + L)^-1 for strictly lower triangular 16 x 16 L, exact since L^16 = 0."""
+    eye = torch.eye(TILE, dtype=lower.dtype, device=lower.device)
+    two = lower @ lower
+    four = two @ two
+    return (eye - lower) @ (eye + two) @ (eye + four) @ (eye + four @ four)
+
+
+def kda_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    tile: int = TILE,
+    num_tiles_N: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chunked KDA. A row's result depends, bit by bit, on the rows up to it alone.
+
+    Args:
+        q: [N, T, H, K], already scaled.
+        k: [N, T, H, K].
+        v: [N, T, H, V].
+        g: [N, T, H, K] log decay, from -5.8 to 0.
+        beta: [N, T, H].
+        initial_state: [N, H, K, V], zero if None.
+        tile: state checkpoint interval, a multiple of 16; the arithmetic is in rows of 16 whatever it is.
+        num_tiles_N: [N] the returned state of sequence n is that after so many tiles; None: after all rows.
+
+    Returns:
+        Outputs [N, T, H, V] and the state [N, H, K, V].
+    """
+    if tile % TILE:
+        raise ValueError(f"tile must be a multiple of {TILE}, got {tile}")
+    num, rows, heads, key_dim = q.shape
+    parts = -(-rows // TILE)
+    q, k, v, g, beta = (_to_parts(x, parts) for x in (q, k, v, g, beta.unsqueeze(-1)))
+    state = q.new_zeros(num, heads, key_dim, v.shape[-1]) if initial_state is None else initial_state
+    cumulative = g.cumsum(-2)
+    # Anchored at the first row: any other anchor lies in some row's future, whose rounding would then depend on it.
+    rise = (cumulative - cumulative[..., :1, :]).exp()
+    fall = (cumulative[..., :1, :] - cumulative).exp()
+    decay = cumulative.exp()
+    k_fall = (k * fall).transpose(-1, -2)
+    inverse = _invert_unit_lower((beta * ((k * rise) @ k_fall)).tril(-1)) * beta.transpose(-1, -2)
+    pseudo, keys = inverse @ v, inverse @ (k * decay)
+    # The diagonal has no decay. Left in the product it would give each gate a gradient of pure rounding error.
+    scores = ((q * rise) @ k_fall).tril(-1) + torch.diag_embed((q * k).sum(-1))
+    q_decay = q * decay
+    k_end = (k * (cumulative[..., -1:, :] - cumulative).exp()).transpose(-1, -2)
+    last = decay[..., -1, :].unsqueeze(-1)
+    stop = None if num_tiles_N is None else (num_tiles_N * (tile // TILE)).view(num, 1, 1, 1)
+    outputs = []
+    current = kept = state
+    slices = (x.unbind(1) for x in (pseudo, keys, scores, q_decay, k_end, last))
+    for i, (u, w, s, qd, ke, end) in enumerate(zip(*slices, strict=True)):
+        delta = u - w @ current
+        outputs.append(qd @ current + s @ delta)
+        current = end * current + ke @ delta
+        kept = current if stop is None else torch.where(stop > i, current, kept)
+    if not outputs:
+        return v.new_zeros(num, 0, heads, v.shape[-1]), state
+    o = torch.stack(outputs, 1).transpose(2, 3).reshape(num, parts * TILE, heads, v.shape[-1])
+    return o[:, :rows], kept
+
+
+def _to_parts(rows: torch.Tensor, parts: int) -> torch.Tensor:
+    """[N, T, H, X] to [N, parts, H, 16, X], zero rows at the end."""
+    num, length, heads, width = rows.shape
+    rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, parts * TILE - length))
+    return rows.view(num, parts, TILE, heads, width).transpose(2, 3)
+
+
+def conv_plan(cu_seqlens: torch.Tensor, taps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where :func:`short_conv` reads: row indices [T, W] for outputs and [N, W - 1] for the next window.
+
+    They index the rows of all windows, [N (W - 1)], followed by the T inputs.
+    """
+    device = cu_seqlens.device
+    lengths = cu_seqlens.diff()
+    num, width = len(lengths), taps - 1
+    sequence_T = torch.repeat_interleave(torch.arange(num, device=device), lengths)
+    local_T = torch.arange(len(sequence_T), device=device) - cu_seqlens[:-1][sequence_T]
+
+    def locate(sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        window = sequence * width + width + position
+        return torch.where(position < 0, window, num * width + cu_seqlens[:-1][sequence] + position)
+
+    back_W = torch.arange(taps, device=device) - width
+    taps_TW = locate(sequence_T.unsqueeze(1), local_T.unsqueeze(1) + back_W)
+    ends_NW = lengths.unsqueeze(1) + torch.arange(width, device=device) - width
+    return taps_TW, locate(torch.arange(num, device=device).unsqueeze(1), ends_NW)
+
+
+def short_conv(
+    inputs_TC: torch.Tensor,
+    weight_CW: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    window_NWC: torch.Tensor | None = None,
+    plan: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal depthwise convolution of packed sequences; the last tap multiplies the current token.
+
+    Args:
+        inputs_TC: [T, C].
+        weight_CW: [C, W].
+        cu_seqlens: [N + 1].
+        window_NWC: [N, W - 1, C] inputs before the first token; zero if None.
+        plan: what :func:`conv_plan` gave, when several layers share it.
+
+    Returns:
+        Outputs [T, C] and the window after the last token [N, W - 1, C].
+    """
+    taps = weight_CW.shape[1]
+    num, channels = len(cu_seqlens) - 1, inputs_TC.shape[1]
+    taps_TW, ends_NW = conv_plan(cu_seqlens, taps) if plan is None else plan
+    if window_NWC is None:
+        window_NWC = inputs_TC.new_zeros(num, taps - 1, channels)
+    source = torch.cat([window_NWC.reshape(num * (taps - 1), channels).to(inputs_TC.dtype), inputs_TC])
+    out = inputs_TC * weight_CW[:, -1]
+    for tap in range(taps - 1):
+        out = out + source.index_select(0, taps_TW[:, tap]) * weight_CW[:, tap]
+    return out, source.index_select(0, ends_NW.flatten()).view(num, taps - 1, channels)

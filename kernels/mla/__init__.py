@@ -1,0 +1,5 @@
+"""Multi-head latent attention without positions."""
+
+from k3rl.kernels.mla.reference import mla_absorbed, mla_expanded
+
+__all__ = ["mla_absorbed", "mla_expanded"]

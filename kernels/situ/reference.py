@@ -1,0 +1,15 @@
+"""SiTU-GLU, K3's bounded gated activation."""
+
+from __future__ import annotations
+
+import torch
+
+
+def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
+    """``beta tanh(gate/beta) sigmoid(gate) * linear_beta tanh(up/linear_beta)``, at least float32 inside.
+
+    The sigmoid takes the uncapped gate. The result, of the gate's dtype, is at most ``beta * linear_beta`` in size.
+    """
+    narrow = gate.dtype in (torch.bfloat16, torch.float16)
+    a, b = (gate.float(), up.float()) if narrow else (gate, up)
+    return (beta * torch.tanh(a / beta) * torch.sigmoid(a) * (linear_beta * torch.tanh(b / linear_beta))).to(gate.dtype)

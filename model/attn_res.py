@@ -1,0 +1,29 @@
+"""Block attention residuals: what a sublayer reads is a learned mixture of the blocks before it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from k3rl.kernels.attn_res import attn_res_mix
+from k3rl.model.layers import RMSNorm, linear
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+
+class AttnRes(nn.Module):
+    """Pseudo-query and key norm of one mix; the query starts at zero, which is a plain average."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.norm, self.proj = RMSNorm(dim, eps), linear(dim, 1)
+
+    def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Mix sources [T, D] each."""
+        if len(sources) == 1:
+            return sources[0]
+        return attn_res_mix(sources, self.norm.weight, self.proj.weight.squeeze(0), self.norm.eps)

@@ -1,0 +1,56 @@
+"""Sizes that follow from a model's configuration, in plain Python."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from k3rl.config import ModelConfig
+
+
+def _kda_parameters(c: ModelConfig) -> int:
+    heads, key, value, dim = c.num_heads, c.kda_key_dim, c.kda_value_dim, c.hidden_size
+    projections = dim * heads * (2 * key + 2 * value) + heads * value * dim
+    gate = c.kda_gate_rank * (dim + heads * key) + heads + heads * key
+    return projections + c.conv_kernel * heads * (2 * key + value) + gate + heads * dim + value
+
+
+def _mla_parameters(c: ModelConfig) -> int:
+    heads, dim, value = c.num_heads, c.hidden_size, c.v_head_dim
+    query = dim * c.q_lora_rank + c.q_lora_rank + c.q_lora_rank * heads * (c.qk_nope_dim + c.qk_rope_dim)
+    keys = dim * (c.kv_lora_rank + c.qk_rope_dim) + c.kv_lora_rank + c.kv_lora_rank * heads * (c.qk_nope_dim + value)
+    return query + keys + 2 * dim * heads * value
+
+
+def count_parameters(config: ModelConfig) -> tuple[int, int]:
+    """(total, active): all trained parameters, and those that one token's forward reads, embedding table apart."""
+    c = config
+    num_mla = len(c.mla_layers)
+    mixers = num_mla * _mla_parameters(c) + (c.num_layers - num_mla) * _kda_parameters(c)
+    # Four vectors a layer, less the first layer's self_attention_res pair, plus the output mix and the final norm.
+    vectors = (4 * c.num_layers + 2 * (c.num_layers - 1) + 3) * c.hidden_size
+    num_moe = c.num_layers - c.num_dense_layers
+    dense = c.num_dense_layers * 3 * c.hidden_size * c.dense_dim
+    fixed = c.hidden_size * c.num_experts + 2 * c.hidden_size * c.latent_dim + c.latent_dim
+    fixed += 3 * c.hidden_size * c.shared_dim
+    expert = 3 * c.latent_dim * c.expert_dim
+    table = c.vocab_size * c.hidden_size
+    head = c.hidden_size + 1 if c.value_head else 0
+    active = mixers + vectors + dense + num_moe * (fixed + c.experts_per_token * expert) + table + head
+    return active + num_moe * (c.num_experts - c.experts_per_token) * expert + table, active
+
+
+def kda_state_bytes(config: ModelConfig) -> int:
+    """Bytes of one sequence's float32 KDA states, whatever its length."""
+    num_kda = config.num_layers - len(config.mla_layers)
+    return 4 * num_kda * config.num_heads * config.kda_key_dim * config.kda_value_dim
+
+
+def cache_bytes(config: ModelConfig, num_tokens: int, element_bytes: int = 2) -> int:
+    """Bytes of one sequence's cache: states, open rows (float32), convolution windows and latents."""
+    c = config
+    num_kda = c.num_layers - len(c.mla_layers)
+    open_rows = 4 * c.state_tile * c.num_heads * (2 * c.kda_key_dim + c.kda_value_dim + 1)
+    window = element_bytes * (c.conv_kernel - 1) * c.num_heads * (2 * c.kda_key_dim + c.kda_value_dim)
+    latents = element_bytes * num_tokens * len(c.mla_layers) * (c.kv_lora_rank + c.qk_rope_dim)
+    return kda_state_bytes(c) + num_kda * (open_rows + window) + latents

@@ -1,0 +1,110 @@
+"""The stable latent mixture of experts and its load balancer. Letters: T tokens, D width, E experts, k per token."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from k3rl.kernels.moe import apply_experts, qb_histogram, qb_update, route, router_scores
+from k3rl.kernels.situ import situ_glu
+from k3rl.model.layers import RMSNorm, SituFeedForward, linear
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from k3rl.config import ModelConfig
+
+
+class Router(nn.Module):
+    """Router weight and the selection bias, which no gradient reaches."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.e_score_correction_bias: torch.Tensor
+        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts))
+
+
+class Experts(nn.Module):
+    """All routed experts, stacked: w1 gate and w3 up [E, F, D], w2 down [E, D, F]."""
+
+    def __init__(self, num_experts: int, dim: int, width: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(num_experts, width, dim))
+        self.w2 = nn.Parameter(torch.empty(num_experts, dim, width))
+        self.w3 = nn.Parameter(torch.empty(num_experts, width, dim))
+
+
+class LatentMoE(nn.Module):
+    """Routed experts inside a latent, a norm after they are combined, and a shared feed-forward beside them."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = config
+        self.top_k, self.betas = c.experts_per_token, (c.situ_beta, c.situ_linear_beta)
+        self.gate = Router(c.hidden_size, c.num_experts)
+        self.routed_expert_down_proj = linear(c.hidden_size, c.latent_dim)
+        self.routed_expert_norm = RMSNorm(c.latent_dim, c.rms_norm_eps)
+        self.routed_expert_up_proj = linear(c.latent_dim, c.hidden_size)
+        self.experts = Experts(c.num_experts, c.latent_dim, c.expert_dim)
+        self.shared_experts = SituFeedForward(c.hidden_size, c.shared_dim, *self.betas)
+        self.observer: Callable[[torch.Tensor], None] | None = None
+
+    def forward(self, inputs_TD: torch.Tensor, replay_Tk: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [T, D] and the expert ids used [T, k]; rows of ``replay_Tk`` that are not -1 are replayed."""
+        scores_TE = router_scores(inputs_TD, self.gate.weight)
+        if self.observer is not None:
+            self.observer(scores_TE.detach())
+        ids_Tk, weights_Tk = route(scores_TE, self.gate.e_score_correction_bias, self.top_k, replay_Tk)
+        latent = self.routed_expert_down_proj(inputs_TD)
+        w = self.experts
+        combined = apply_experts(latent, ids_Tk, weights_Tk, w.w1, w.w2, w.w3, self._activate)
+        routed = self.routed_expert_up_proj(self.routed_expert_norm(combined))
+        return routed + self.shared_experts(inputs_TD), ids_Tk
+
+    def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return situ_glu(gate, up, *self.betas)
+
+
+class QuantileBalancer:
+    """Collects router histograms while observing; :meth:`step` moves the biases so that loads become even.
+
+    Not used in reinforcement learning, where a moving bias would change the policy between rollout and update.
+    """
+
+    def __init__(self, layers: Sequence[LatentMoE]) -> None:
+        self._layers = list(layers)
+        self.counts: list[torch.Tensor | None] = [None] * len(self._layers)
+        """Histogram [E, B] int64 of each layer; sum it over data-parallel ranks before ``step``."""
+
+    @contextmanager
+    def observe(self) -> Iterator[None]:
+        """Count every forward inside. Keep recomputation and evaluation outside."""
+        for i, layer in enumerate(self._layers):
+            layer.observer = self._observer(i)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                layer.observer = None
+
+    def step(self) -> None:
+        """Update the biases from what was counted since the last step, and forget it."""
+        for layer, counts in zip(self._layers, self.counts, strict=True):
+            if counts is not None:
+                bias = layer.gate.e_score_correction_bias
+                bias.copy_(qb_update(counts, bias, layer.top_k))
+        self.counts = [None] * len(self._layers)
+
+    def _observer(self, index: int) -> Callable[[torch.Tensor], None]:
+        layer = self._layers[index]
+
+        def add(scores_TE: torch.Tensor) -> None:
+            counts = qb_histogram(scores_TE, layer.gate.e_score_correction_bias, layer.top_k)
+            before = self.counts[index]
+            self.counts[index] = counts if before is None else before + counts
+
+        return add

@@ -1,0 +1,169 @@
+"""The K3-style policy and its one forward pass.
+
+Letters: T tokens of the packed batch, N sequences, D model width, L mixture-of-experts layers, E experts, k per token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from k3rl.kernels.linear_logprob import linear_logprob
+from k3rl.model.attn_res import AttnRes
+from k3rl.model.batch import ForwardOutput, TokenLogprobs
+from k3rl.model.cache import KdaCache, Layout, ValueCache
+from k3rl.model.kda import KdaMixer, ShortConv
+from k3rl.model.layers import RMSNorm, SituFeedForward, linear
+from k3rl.model.mla import MlaMixer
+from k3rl.model.moe import LatentMoE
+
+if TYPE_CHECKING:
+    from k3rl.config import ModelConfig
+    from k3rl.model.batch import TokenBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelCapabilities:
+    """What the learner may ask of the model; the fields of ``k3rl.learner.policy.PolicyCapabilities``."""
+
+    chunk: bool
+    routes: bool
+    value: bool
+
+
+class DecoderLayer(nn.Module):
+    """A mixer and a feed-forward, each reading a mix of the blocks so far."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.starts_block = index % config.attn_res_block == 0
+        # The checkpoint's layer 0 has a self_attention_res too, but no source to mix: it is dead and not built here.
+        self.self_attention_res = AttnRes(dim, eps) if index else None
+        self.mlp_res = AttnRes(dim, eps)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+        self.self_attn = MlaMixer(config) if index in config.mla_layers else KdaMixer(config)
+        betas = (config.situ_beta, config.situ_linear_beta)
+        if index < config.num_dense_layers:
+            self.mlp = SituFeedForward(dim, config.dense_dim, *betas)
+        else:
+            self.block_sparse_moe = LatentMoE(config)
+
+
+class K3Model(nn.Module):
+    """Embedding, layers, output head and an optional value head; equal seeds give equal weights."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.capabilities = ModelCapabilities(chunk=True, routes=True, value=config.value_head)
+        self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.output_attn_res = AttnRes(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = linear(config.hidden_size, config.vocab_size)
+        self.value_head = nn.utils.skip_init(nn.Linear, config.hidden_size, 1) if config.value_head else None
+        self.reset_parameters(seed)
+
+    @property
+    def moe_layers(self) -> list[LatentMoE]:
+        return [layer.block_sparse_moe for layer in self.layers if hasattr(layer, "block_sparse_moe")]
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Fill all weights from a generator of their own."""
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
+            elif isinstance(module, ShortConv):
+                bound = module.weight.shape[-1] ** -0.5
+                module.weight.uniform_(-bound, bound, generator=generator)
+            else:
+                for name, parameter in module.named_parameters(recurse=False):
+                    if name == "A_log":
+                        parameter.zero_()
+                    elif name == "dt_bias":
+                        _fill_dt_bias(parameter, generator)
+                    else:
+                        std = self.config.initializer_range or parameter.shape[-1] ** -0.5
+                        parameter.normal_(0.0, std, generator=generator)
+        for module in self.modules():
+            if isinstance(module, AttnRes):
+                module.proj.weight.zero_()
+        if self.config.head_init == "embedding":
+            self.lm_head.weight.copy_(self.embed_tokens.weight)
+        if self.value_head is not None:
+            self.value_head.weight.zero_()
+            self.value_head.bias.zero_()
+
+    def forward(self, batch: TokenBatch, cache: ValueCache | None = None) -> ForwardOutput:
+        """Run T packed tokens, each sequence continuing from its row of ``cache`` (from nothing when it is None)."""
+        if cache is not None and cache.num_sequences != batch.num_sequences:
+            raise ValueError(f"the batch has {batch.num_sequences} sequences and the cache {cache.num_sequences}")
+        num_moe = len(self.moe_layers)
+        if len(batch.ids) == 0:
+            return self._nothing(cache, num_moe)
+        c = self.config
+        layout = Layout.plan(batch.cu_seqlens, cache, c.state_tile, c.conv_kernel)
+        prefix: torch.Tensor | None = self.embed_tokens(batch.ids)
+        bank: list[torch.Tensor] = []
+        kda: list[KdaCache | None] = []
+        latents: list[torch.Tensor] = []
+        routes: list[torch.Tensor] = []
+        for layer in self.layers:
+            hidden = prefix if layer.self_attention_res is None else layer.self_attention_res([*bank, prefix])
+            if layer.starts_block:
+                bank.append(prefix)
+                prefix = None
+            normed = layer.input_layernorm(hidden)
+            if isinstance(layer.self_attn, KdaMixer):
+                mixed, new = layer.self_attn(normed, layout, None if cache is None else cache.kda[len(kda)])
+                kda.append(new)
+            else:
+                old = None if cache is None else cache.latents[len(latents)]
+                mixed, new = layer.self_attn(normed, layout, old)
+                latents.append(new)
+            prefix = mixed if prefix is None else prefix + mixed
+            normed = layer.post_attention_layernorm(layer.mlp_res([*bank, prefix]))
+            if hasattr(layer, "mlp"):
+                prefix = prefix + layer.mlp(normed)
+            else:
+                replay = None if batch.routes is None else batch.routes[:, len(routes)]
+                out, ids = layer.block_sparse_moe(normed, replay)
+                routes.append(ids)
+                prefix = prefix + out
+        hidden = self.norm(self.output_attn_res([*bank, prefix]))
+        if cache is not None:
+            cache = ValueCache(cache.lengths + batch.lengths, tuple(x for x in kda if x is not None), tuple(latents))
+        load = [torch.bincount(ids.flatten(), minlength=c.num_experts) for ids in routes]
+        stats = {"moe_load": torch.stack(load)} if load else {}
+        return ForwardOutput(hidden, cache, torch.stack(routes, 1) if routes else None, stats)
+
+    def _nothing(self, cache: ValueCache | None, num_moe: int) -> ForwardOutput:
+        weight = self.embed_tokens.weight
+        routes = torch.zeros(0, num_moe, self.config.experts_per_token, dtype=torch.int64, device=weight.device)
+        load = torch.zeros(num_moe, self.config.num_experts, dtype=torch.int64, device=weight.device)
+        hidden = weight.new_zeros(0, self.config.hidden_size)
+        return ForwardOutput(hidden, cache, routes if num_moe else None, {"moe_load": load} if num_moe else {})
+
+    def token_logprobs(self, hidden_MD: torch.Tensor, targets_M: torch.Tensor, temperature: float) -> TokenLogprobs:
+        """Log-probability of ``targets_M`` under softmax(head(hidden) / temperature), entropy and log-sum-exp."""
+        return TokenLogprobs(*linear_logprob(hidden_MD, self.lm_head.weight, targets_M, temperature))
+
+    def values(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Value estimates [M] float32."""
+        if self.value_head is None:
+            raise ValueError("this model has no value head; set model.value_head")
+        return self.value_head(hidden_MD).squeeze(-1).float()
+
+
+def _fill_dt_bias(bias: torch.Tensor, generator: torch.Generator) -> None:
+    """Inverse softplus of a step size drawn log-uniformly from 0.001 to 0.1: retention 0.62 to 0.995 a token."""
+    low, high = math.log(1e-3), math.log(1e-1)
+    step = bias.uniform_(low, high, generator=generator).exp().clamp(min=1e-4)
+    bias.copy_(step + torch.log(-torch.expm1(-step)))

@@ -1,0 +1,1 @@
+"""The chat formats, each with its renderer and its parser side by side."""

@@ -1,0 +1,57 @@
+"""Evaluation reports pool episodes and state their uncertainty."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from k3rl.evaluation.report import summarise, wilson_interval
+from k3rl.trajectory import Outcome, Reward, Segment, Task, Trajectory, TrajectoryKey
+
+
+def episode(index: int, outcome: float | None, calls: int, invalid: int, turns: int = 1) -> Trajectory:
+    reward = Reward.absent("outcome", "env") if outcome is None else Reward("outcome", outcome)
+    segments = tuple(
+        Segment(
+            kind="action",
+            token_ids=np.zeros(3, dtype=np.int32),
+            context=i - 1 if i else None,
+            follows=i - 1 if i else None,
+            rollout_logprobs=np.zeros(3, dtype=np.float32),
+            version_index=np.zeros(3, dtype=np.int32),
+            stop_reason="stop",
+            rewards=(reward,) if i == turns - 1 else (),
+        )
+        for i in range(turns)
+    )
+    return Trajectory(
+        key=TrajectoryKey(ordinal=index, sample=0),
+        task=Task(environment="e", split="test", index=index),
+        segments=segments,
+        outcome=Outcome(status="completed"),
+        stats={"tool_calls": calls, "invalid_calls": invalid},
+    )
+
+
+@pytest.mark.parametrize(
+    ("successes", "total", "low", "high"),
+    [(0, 10, 0.0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],
+)
+def test_the_wilson_interval_has_its_published_values(successes: int, total: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, total) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_nothing_scored_tells_nothing() -> None:
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+
+
+def test_an_episode_that_infrastructure_failed_is_no_failure_of_the_policy() -> None:
+    report = summarise([episode(0, 1.0, 2, 0), episode(1, None, 0, 0)])
+    assert (report.success, report.num_tasks, report.num_failed) == (1.0, 2, 1)
+
+
+def test_b10_call_validity_is_pooled_over_calls_and_turns_over_episodes() -> None:
+    report = summarise([episode(0, 1.0, 1, 1, turns=2), episode(1, 0.0, 9, 0, turns=8)])
+    assert report.valid_call_frac == pytest.approx(0.9)
+    assert report.success == 0.5
+    assert report.turns == 5.0

@@ -1,0 +1,141 @@
+"""KDA against its token recurrence."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from k3rl.kernels.kda import kda_gate, kda_recurrent, kda_tiles, l2norm, short_conv
+
+K, V = 16, 32  # unequal, so that a transposed state is a shape error (B50)
+
+
+def _inputs(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    q, k, v = normal(2, length, 2, K), normal(2, length, 2, K), normal(2, length, 2, V)
+    return [q, k, v, normal(2, length, 2, K), normal(2, length, 2), normal(2, 2, K, V), normal(2), normal(2, K)]
+
+
+def _run(form, leaves, with_state, **options):  # noqa: ANN001, ANN202, ANN003
+    q, k, v, z, b, state, a_log, dt_bias = leaves
+    g = kda_gate(z, a_log, dt_bias, -5.0)
+    initial = state if with_state else None
+    return form(l2norm(q) * K**-0.5, l2norm(k), v, g, torch.sigmoid(b), initial, **options)
+
+
+def _gradients(form, inputs, with_state, **options):  # noqa: ANN001, ANN202, ANN003
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out, state = _run(form, leaves, with_state, **options)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    ((out * weights).sum() + (state * state).sum()).backward()
+    grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    return out.detach(), state.detach(), grads
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize("with_state", [False, True])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 130])
+def test_tiles_equal_the_recurrence_with_all_gradients(length: int, with_state: bool, tile: int) -> None:
+    inputs = _inputs(length)
+    want = _gradients(kda_recurrent, inputs, with_state)
+    got = _gradients(kda_tiles, inputs, with_state, tile=tile)
+    for a, b in zip((got[0], got[1], *got[2]), (want[0], want[1], *want[2]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_float32_tiles_equal_the_float64_recurrence_at_1000_tokens() -> None:
+    want = _gradients(kda_recurrent, _inputs(1000), True)
+    got = _gradients(kda_tiles, _inputs(1000, torch.float32), True)
+    for a, b in zip((got[0], got[1], *got[2]), (want[0], want[1], *want[2]), strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65])
+def test_later_tokens_change_no_bit_of_earlier_outputs(length: int) -> None:
+    q, k, v, z, b, state = _inputs(130, torch.float32)[:6]
+    rows = [l2norm(q), l2norm(k), v, -5 * torch.sigmoid(z), torch.sigmoid(b)]
+    whole = kda_tiles(*rows, state)[0]
+    assert torch.equal(kda_tiles(*(x[:, :length] for x in rows), state)[0], whole[:, :length])
+    changed = [torch.cat([x[:, :length], 0.5 * x[:, length:]], 1) for x in rows]
+    assert torch.equal(kda_tiles(*changed, state)[0][:, :length], whole[:, :length])
+
+
+def test_masked_rows_change_neither_the_state_nor_a_gradient() -> None:
+    inputs = _inputs(20)
+    q, k, v, z, b, state = inputs[:6]
+    g, beta = -torch.rand_like(z), torch.sigmoid(b)
+    leaves = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
+    padded = [torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, 30)) for x in leaves[:5]]
+    plain, long = kda_tiles(*leaves[:5], state), kda_tiles(*padded, state)
+    torch.testing.assert_close(plain[1], long[1])
+    a = torch.autograd.grad(plain[1].square().sum() + plain[0].sum(), leaves)
+    b = torch.autograd.grad(long[1].square().sum() + long[0].sum(), leaves)
+    torch.testing.assert_close(a, b)
+
+
+def test_b40_recurrence_starts_afresh_at_a_boundary() -> None:
+    ones = torch.ones(2, 2, 1, 1)
+    v = torch.tensor([[2.0, 4.0], [8.0, 0.0]]).view(2, 2, 1, 1)
+    g, beta = torch.full((2, 2, 1, 1), math.log(0.5)), torch.full((2, 2, 1), 0.5)
+    for form in (kda_recurrent, kda_tiles):
+        out = form(ones, ones, v, g, beta)[0].flatten()
+        torch.testing.assert_close(out[:3], torch.tensor([1.0, 2.25, 4.0]))
+
+
+def test_b40_convolution_sees_no_token_of_its_neighbour() -> None:
+    weight = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
+    x = torch.arange(1.0, 6.0).unsqueeze(1)
+    out, window = short_conv(x, weight, torch.tensor([0, 3, 5]))
+    assert out.flatten().tolist() == [1000, 2100, 3210, 4000, 5400]
+    assert window.squeeze(-1).tolist() == [[1, 2, 3], [0, 4, 5]]
+    out, _ = short_conv(x[3:], weight, torch.tensor([0, 2]), window[:1])
+    assert out.flatten().tolist() == [4321, 5432]
+
+
+@pytest.mark.parametrize("gate", [-5.0, 0.0, None])
+@pytest.mark.parametrize("length", [64, 130])
+def test_b46_extreme_gates_have_finite_and_right_gradients(length: int, gate: float | None) -> None:
+    inputs = _inputs(length)
+    g = torch.where(inputs[3] > 0, -5.0, 0.0).double() if gate is None else torch.full_like(inputs[3], gate)
+    args = [l2norm(inputs[0]), l2norm(inputs[1]), inputs[2], g, torch.sigmoid(inputs[4]), inputs[5]]
+    results = []
+    for form, dtype in ((kda_recurrent, torch.float64), (kda_tiles, torch.float32)):
+        leaves = [x.to(dtype).requires_grad_() for x in args]
+        out, state = form(*leaves)
+        results.append([out, state, *torch.autograd.grad(out.square().sum() + state.square().sum(), leaves)])
+    for want, got in zip(*results, strict=True):
+        assert torch.isfinite(got).all()
+        assert (got - want).norm() <= 1e-4 * want.norm()
+
+
+def test_b46_an_overflowing_rate_has_gradient_zero() -> None:
+    z = torch.tensor([[[1.0, -1.0, 2.0]]], requires_grad=True)
+    a_log = torch.tensor([100.0], requires_grad=True)
+    bias = torch.zeros(1, 3, requires_grad=True)
+    for grad in torch.autograd.grad(kda_gate(z, a_log, bias, -5.0).sum(), (z, a_log, bias)):
+        assert torch.equal(grad, torch.zeros_like(grad))
+
+
+def test_b47_gate_is_a_scaled_sigmoid_and_not_a_softplus() -> None:
+    gate = kda_gate(torch.tensor([[0.0], [2.0]]), torch.tensor([0.0, math.log(2)]), torch.zeros(2, 1), -5.0)
+    torch.testing.assert_close(gate.flatten(), torch.tensor([-2.5, -4.910069]))
+
+
+def test_b50_prefill_then_decode_equals_prefill_and_unknown_keywords_are_refused() -> None:
+    for length in (1, 15, 64, 65):
+        inputs = _inputs(length + 8)
+        whole, final = _run(kda_tiles, inputs, True)
+        state = _run(kda_tiles, [*(x[:, :length] for x in inputs[:5]), *inputs[5:]], True)[1]
+        for t in range(length, length + 8):
+            row = [x[:, t : t + 1] for x in inputs[:5]]
+            out, state = _run(kda_tiles, [*row, state, *inputs[6:]], True)
+            torch.testing.assert_close(out[:, 0], whole[:, t])
+        torch.testing.assert_close(state, final)
+    with pytest.raises(TypeError):
+        _run(kda_tiles, _inputs(1), True, transpose_state=True)

@@ -1,0 +1,165 @@
+"""The one forward: packed, cut, resumed, forked, replayed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from k3rl.config import ModelConfig, load_model_config
+from k3rl.model.batch import TokenBatch
+from k3rl.model.cache import ValueCache
+from k3rl.model.config import cache_bytes, count_parameters
+from k3rl.model.moe import QuantileBalancer
+from k3rl.model.transformer import K3Model
+from k3rl.testing.conformance import check_cache
+
+MODELS = Path(__file__).parents[2] / "configs" / "model"
+TINY = load_model_config(MODELS / "k3_tiny.yaml")
+UNEQUAL = dataclasses.replace(TINY, kda_key_dim=16, kda_value_dim=32, initializer_range=0.15, value_head=True)
+
+
+def _model(config: ModelConfig = UNEQUAL) -> K3Model:
+    return K3Model(config, seed=3)
+
+
+def _ids(*lengths: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 256, (n,), generator=generator) for n in lengths]
+
+
+def _gradients(model: K3Model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _assert_close(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert (got[name] - value).norm() <= 1e-8 * value.norm() + 1e-10, name
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+def test_value_cache_conforms(tile: int) -> None:
+    config = dataclasses.replace(UNEQUAL, state_tile=tile)
+    check_cache(_model(config), lambda n: ValueCache.empty(config, n), tolerance=5e-5)
+
+
+def test_b40_packed_equals_separate_forward_and_backward() -> None:
+    model, ids = _model().double(), _ids(37, 51, 40)
+    whole = model(TokenBatch.pack(ids)).hidden
+    apart = torch.cat([model(TokenBatch.pack([i])).hidden for i in ids])
+    torch.testing.assert_close(whole, apart)
+    weights = torch.linspace(-1, 1, whole.numel(), dtype=torch.float64).view_as(whole)
+    _assert_close(_gradients(model, (whole * weights).sum()), _gradients(model, (apart * weights).sum()))
+
+
+def test_b50_prefill_then_decode_equals_prefill() -> None:
+    model = _model()
+    with torch.no_grad():
+        for length in (1, 15, 64, 65):
+            (ids,) = _ids(length + 8)
+            whole = model(TokenBatch.pack([ids])).hidden
+            cache = model(TokenBatch.pack([ids[:length]]), ValueCache.empty(UNEQUAL, 1)).cache
+            for t in range(length, length + 8):
+                out = model(TokenBatch.pack([ids[t : t + 1]]), cache)
+                cache = out.cache
+                torch.testing.assert_close(out.hidden[0], whole[t], rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (15,), (16,), (17, 33)])
+def test_gradients_through_leaves_of_the_cache_equal_the_unsplit_gradients(cuts: tuple[int, ...]) -> None:
+    model, ids = _model().double(), _ids(37, 51, 40)
+
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden.square() * torch.linspace(0.5, 2, UNEQUAL.hidden_size, dtype=torch.float64)).sum()
+
+    whole = model(TokenBatch.pack(ids)).hidden
+    want = _gradients(model, (whole**3).sum() + loss(whole))
+    bounds = (0, *cuts, 51)
+    batches = [TokenBatch.pack([i[a:b] for i in ids]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    caches = [ValueCache.empty(UNEQUAL, 3, dtype=torch.float64)]
+    with torch.no_grad():
+        for batch in batches[:-1]:
+            caches.append(model(batch, caches[-1]).cache)
+    model.zero_grad()
+    arriving: list[torch.Tensor] | None = None
+    for batch, cache in zip(reversed(batches), reversed(caches), strict=True):
+        leaves = [x.detach().requires_grad_() for x in cache.tensors()]
+        out = model(batch, cache.with_tensors(leaves))
+        total = (out.hidden**3).sum() + loss(out.hidden)
+        if arriving is not None:
+            total = total + sum((x * g).sum() for x, g in zip(out.cache.tensors(), arriving, strict=True))
+        total.backward()
+        arriving = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+    got = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    _assert_close(got, want)
+
+
+def test_later_tokens_do_not_change_earlier_hidden_states() -> None:
+    model, (ids,) = _model(), _ids(90)
+    with torch.no_grad():
+        whole = model(TokenBatch.pack([ids])).hidden
+        for length in (1, 17, 40):
+            got = model(TokenBatch.pack([ids[:length]])).hidden
+            torch.testing.assert_close(got, whole[:length], rtol=0, atol=1e-5)
+
+
+def test_replayed_routes_reproduce_the_forward_and_train_the_router() -> None:
+    model, ids = _model(), _ids(20, 30)
+    out = model(TokenBatch.pack(ids))
+    again = model(TokenBatch.pack(ids, list(out.routes.split([20, 30]))))
+    assert torch.equal(out.hidden, again.hidden)
+    other = (out.routes + 1) % UNEQUAL.num_experts
+    other[::2] = -1
+    mixed = model(TokenBatch.pack(ids, list(other.split([20, 30]))))
+    assert torch.equal(mixed.routes[1::2], other[1::2])
+    assert torch.equal(mixed.routes[::2, 0], out.routes[::2, 0])
+    grads = _gradients(model, mixed.hidden.pow(3).sum())
+    assert all(grads[f"layers.{i}.block_sparse_moe.gate.weight"].abs().sum() > 0 for i in range(1, 5))
+    assert out.stats["moe_load"].sum(-1).tolist() == [100] * 4
+
+
+def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    a, b, c = K3Model(TINY, seed=1), K3Model(TINY, seed=1), K3Model(TINY, seed=2)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(x, b.state_dict()[n]) for n, x in a.state_dict().items())
+    assert not torch.equal(a.embed_tokens.weight, c.embed_tokens.weight)
+    assert torch.equal(a.lm_head.weight, a.embed_tokens.weight)
+
+
+def test_balancer_counts_only_inside_observe_and_moves_the_biases_on_step() -> None:
+    model = _model()
+    balancer = QuantileBalancer(model.moe_layers)
+    batch = TokenBatch.pack(_ids(100))
+    model(batch)
+    assert balancer.counts[0] is None
+    with balancer.observe():
+        model(batch)
+    balancer.step()
+    assert all(layer.gate.e_score_correction_bias.abs().sum() > 0 for layer in model.moe_layers)
+
+
+def test_no_new_tokens_leave_the_cache_and_values_start_at_zero() -> None:
+    model = _model()
+    cache = ValueCache.empty(UNEQUAL, 2)
+    out = model(TokenBatch.pack(_ids(0, 0)), cache)
+    assert out.hidden.shape == (0, 64)
+    assert out.cache is cache
+    assert model.values(model(TokenBatch.pack(_ids(4))).hidden).tolist() == [0.0] * 4
+    joined = ValueCache.concat([model(TokenBatch.pack(_ids(9)), ValueCache.empty(UNEQUAL, 1)).cache, cache])
+    assert joined.lengths.tolist() == [9, 0, 0]
+
+
+def test_parameters_and_cache_bytes_are_counted_right() -> None:
+    for config in (TINY, UNEQUAL):
+        assert count_parameters(config)[0] == sum(p.numel() for p in K3Model(config).parameters())
+        cache = K3Model(config)(TokenBatch.pack(_ids(40)), ValueCache.empty(config, 1)).cache
+        assert cache_bytes(config, 40, element_bytes=4) == sum(4 * x.numel() for x in cache.tensors())
+    about = {"k3_nano": 0.58e9, "k3_mini": 1.2e9, "k3_small": 2.6e9}
+    for name, total in about.items():
+        assert abs(count_parameters(load_model_config(MODELS / f"{name}.yaml"))[0] / total - 1) < 0.03
