@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """N packed sequences, never padded. Sequence n owns rows ``cu_seqlens[n] : cu_seqlens[n + 1]``, which may be none."""
+    """N packed sequences, never padded. Sequence n owns rows ``cu_seqlens[n] : cu_seqlens[n + 1]``, perhaps none."""
 
     ids: torch.Tensor  # [T] int64
     cu_seqlens: torch.Tensor  # [N + 1] int64, starts at 0, ends at T
@@ -61,3 +61,15 @@ class TokenLogprobs:
     logprob: torch.Tensor
     entropy: torch.Tensor
     lse: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyCapabilities:
+    """What a policy can do; a configuration that needs more is refused by name."""
+
+    chunk: bool
+    """forward accepts and returns a cache through which gradients pass."""
+    routes: bool
+    """forward replays recorded expert routes."""
+    value: bool
+    """the policy has a value head."""

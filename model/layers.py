@@ -11,7 +11,7 @@ from k3rl.kernels.situ import situ_glu
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
     """A linear map without bias whose weight the model fills later, from its own generator."""
-    return nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+    return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
 
 
 class RMSNorm(nn.Module):

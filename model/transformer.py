@@ -6,7 +6,6 @@ Letters: T tokens of the packed batch, N sequences, D model width, L mixture-of-
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,7 @@ from torch import nn
 
 from k3rl.kernels.linear_logprob import linear_logprob
 from k3rl.model.attn_res import AttnRes
-from k3rl.model.batch import ForwardOutput, TokenLogprobs
+from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenLogprobs
 from k3rl.model.cache import KdaCache, Layout, ValueCache
 from k3rl.model.kda import KdaMixer, ShortConv
 from k3rl.model.layers import RMSNorm, SituFeedForward, linear
@@ -24,15 +23,6 @@ from k3rl.model.moe import LatentMoE
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
     from k3rl.model.batch import TokenBatch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelCapabilities:
-    """What the learner may ask of the model; the fields of ``k3rl.learner.policy.PolicyCapabilities``."""
-
-    chunk: bool
-    routes: bool
-    value: bool
 
 
 class DecoderLayer(nn.Module):
@@ -48,10 +38,9 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(dim, eps), RMSNorm(dim, eps)
         self.self_attn = MlaMixer(config) if index in config.mla_layers else KdaMixer(config)
         betas = (config.situ_beta, config.situ_linear_beta)
-        if index < config.num_dense_layers:
-            self.mlp = SituFeedForward(dim, config.dense_dim, *betas)
-        else:
-            self.block_sparse_moe = LatentMoE(config)
+        dense = index < config.num_dense_layers
+        self.mlp = SituFeedForward(dim, config.dense_dim, *betas) if dense else None
+        self.block_sparse_moe = None if dense else LatentMoE(config)
 
 
 class K3Model(nn.Module):
@@ -60,18 +49,26 @@ class K3Model(nn.Module):
     def __init__(self, config: ModelConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
-        self.capabilities = ModelCapabilities(chunk=True, routes=True, value=config.value_head)
-        self.embed_tokens = nn.utils.skip_init(nn.Embedding, config.vocab_size, config.hidden_size)
+        self.capabilities = PolicyCapabilities(chunk=True, routes=True, value=config.value_head)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta").to_empty(device="cpu")
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.output_attn_res = AttnRes(config.hidden_size, config.rms_norm_eps)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
-        self.value_head = nn.utils.skip_init(nn.Linear, config.hidden_size, 1) if config.value_head else None
+        self.value_head = None
+        if config.value_head:
+            self.value_head = nn.Linear(config.hidden_size, 1, device="meta").to_empty(device="cpu")
         self.reset_parameters(seed)
 
     @property
     def moe_layers(self) -> list[LatentMoE]:
-        return [layer.block_sparse_moe for layer in self.layers if hasattr(layer, "block_sparse_moe")]
+        return [x for x in self.modules() if isinstance(x, LatentMoE)]
+
+    def muon_blocks(self) -> dict[str, int]:
+        """Projections that Muon orthogonalises head by head (K3 report §2.5), with their number of heads."""
+        per_head = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
+        names = (name for name, _ in self.layers.named_parameters(prefix="layers"))
+        return {name: self.config.num_heads for name in names if name.split(".")[-2] in per_head}
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
@@ -110,16 +107,16 @@ class K3Model(nn.Module):
             return self._nothing(cache, num_moe)
         c = self.config
         layout = Layout.plan(batch.cu_seqlens, cache, c.state_tile, c.conv_kernel)
-        prefix: torch.Tensor | None = self.embed_tokens(batch.ids)
+        prefix: torch.Tensor = self.embed_tokens(batch.ids)
         bank: list[torch.Tensor] = []
         kda: list[KdaCache | None] = []
         latents: list[torch.Tensor] = []
         routes: list[torch.Tensor] = []
         for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
             hidden = prefix if layer.self_attention_res is None else layer.self_attention_res([*bank, prefix])
             if layer.starts_block:
                 bank.append(prefix)
-                prefix = None
             normed = layer.input_layernorm(hidden)
             if isinstance(layer.self_attn, KdaMixer):
                 mixed, new = layer.self_attn(normed, layout, None if cache is None else cache.kda[len(kda)])
@@ -128,11 +125,11 @@ class K3Model(nn.Module):
                 old = None if cache is None else cache.latents[len(latents)]
                 mixed, new = layer.self_attn(normed, layout, old)
                 latents.append(new)
-            prefix = mixed if prefix is None else prefix + mixed
+            prefix = mixed if layer.starts_block else prefix + mixed
             normed = layer.post_attention_layernorm(layer.mlp_res([*bank, prefix]))
-            if hasattr(layer, "mlp"):
+            if layer.mlp is not None:
                 prefix = prefix + layer.mlp(normed)
-            else:
+            elif layer.block_sparse_moe is not None:
                 replay = None if batch.routes is None else batch.routes[:, len(routes)]
                 out, ids = layer.block_sparse_moe(normed, replay)
                 routes.append(ids)

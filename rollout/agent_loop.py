@@ -50,7 +50,7 @@ class EpisodeSpec:
     key: TrajectoryKey
     task: Task
     seed_attempt: int = 0
-    """Whose random stream to use. Work that a crash lost is repeated with the stream it had; a retry takes a new one."""
+    """Whose random stream to use. Work that a crash lost is repeated with its stream; a retry takes a new one."""
 
     def seed(self, run_seed: int, *purpose: object) -> int:
         """Seed of this episode for ``purpose``."""

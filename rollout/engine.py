@@ -74,7 +74,7 @@ class Engine(Protocol):
         ...
 
     def routes(self, handle: int) -> np.ndarray | None:
-        """Expert ids [tokens computed so far, L, k] uint16 along the handle's context; None for a model without experts."""
+        """Expert ids [tokens computed so far, L, k] uint16 along the context; None for a model without experts."""
         ...
 
     def update_weights(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:

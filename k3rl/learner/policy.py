@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -10,20 +9,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from k3rl.model.batch import ForwardOutput, TokenBatch, TokenLogprobs
+    from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenBatch, TokenLogprobs
     from k3rl.model.cache import Cache
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PolicyCapabilities:
-    """What a policy can do; a configuration that needs more is refused by name."""
-
-    chunk: bool
-    """forward accepts and returns a cache through which gradients pass."""
-    routes: bool
-    """forward replays recorded expert routes."""
-    value: bool
-    """the policy has a value head."""
 
 
 class Policy(Protocol):

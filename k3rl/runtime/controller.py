@@ -1,11 +1,11 @@
 """The controller of a run. It owns the schedule and the record of what happened; it holds no tensor.
 
     SFT:   until validation success stops rising:   demonstrate -> update
-    RL:    for each step:   issue -> roll out -> seal -> lease -> update -> publish, and now and then checkpoint + commit
+    RL:    for each step:   issue -> roll out -> seal -> lease -> update -> publish, now and then checkpoint + commit
     then:  evaluate on held-out tasks, and say where everything is
 
-The groups of step s are the ordinals [s G, (s + 1) G), whatever happened before. So a run in the synchronous schedule that
-was killed takes the identical next step: what was lost is sampled again, from the same seeds, by the same weights.
+The groups of step s are the ordinals [s G, (s + 1) G), whatever happened before. So a run in the synchronous schedule
+that was killed takes the identical next step: what was lost is sampled again, from the same seeds, by the same weights.
 """
 
 from __future__ import annotations
@@ -276,7 +276,9 @@ class Controller:
             report = self.evaluate(config.evaluation.split, config.evaluation.num_tasks, temperature)
             at.reports[name + suffix] = report.to_dict()
         at.spend("eval", started)
-        print(f"{name}: success {at.reports[name]['success']:.3f} (greedy {at.reports[name + '_greedy']['success']:.3f})")
+        print(
+            f"{name}: success {at.reports[name]['success']:.3f} (greedy {at.reports[name + '_greedy']['success']:.3f})"
+        )
 
     def _start_rollouts(self, step: int) -> list[Any]:
         """Issue the attempts of a step that are not sealed yet, and start them."""

@@ -52,6 +52,8 @@ def evaluate_checkpoint(config: RunConfig, path: Path | None = None) -> dict[str
     table(f"{path} on {config.environment.id}, split {at.split}", rows)
     out = config.run_dir / "eval.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"checkpoint": str(path), **{n: r.to_dict() for n, r in reports.items()}}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"checkpoint": str(path), **{n: r.to_dict() for n, r in reports.items()}}, indent=1) + "\n"
+    )
     print(f"written to {out}")
     return reports

@@ -38,13 +38,15 @@ class Estimate:
 
 
 def print_plan(config: RunConfig) -> Estimate:
-    """Print the resolved configuration, the objective's formula and the estimate. Raises ConfigError for what cannot run."""
+    """Print the resolved configuration, the objective and the estimate. Raises ConfigError for what cannot run."""
     from k3rl.objective import resolve
 
     print(yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None, width=120))
     objective = resolve(config.objective, horizon=config.environment.max_episode_tokens)
     if objective.needs_value and not config.model.value_head:
-        raise ConfigError(f"objective.preset: {config.objective.preset!r} needs a value head; set model.value_head: true")
+        raise ConfigError(
+            f"objective.preset: {config.objective.preset!r} needs a value head; set model.value_head: true"
+        )
     print(objective.formula())
     estimate = _estimate(config)
     row: dict[str, object] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +55,7 @@ def _check_cuts(
 ) -> None:
     pieces: list[list[torch.Tensor]] = [[] for _ in ids]
     bounds = (0, *cuts, max(len(i) for i in ids))
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         parts = [i[start:end] for i in ids]
         out = model(TokenBatch.pack(parts), cache)
         assert out.cache is not None

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from k3rl.learner.policy import PolicyCapabilities
-from k3rl.model.batch import ForwardOutput, TokenBatch, TokenLogprobs
+from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenBatch, TokenLogprobs
 
 
 class ToyPolicy(nn.Module):

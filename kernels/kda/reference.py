@@ -123,7 +123,7 @@ def kda_tiles(
     # Anchored at the first row: any other anchor lies in some row's future, whose rounding would then depend on it.
     rise = (cumulative - cumulative[..., :1, :]).exp()
     fall = (cumulative[..., :1, :] - cumulative).exp()
-    decay = cumulative.exp()
+    decay = rise * cumulative[..., :1, :].exp()
     k_fall = (k * fall).transpose(-1, -2)
     inverse = _invert_unit_lower((beta * ((k * rise) @ k_fall)).tril(-1)) * beta.transpose(-1, -2)
     pseudo, keys = inverse @ v, inverse @ (k * decay)

@@ -1,6 +1,6 @@
 """Multi-head latent attention without positions: the expanded and the absorbed form of the same function.
 
-Letters: N sequences (padded), Q new queries, L keys, H heads, R latent width, A pe width, K nope key width, V value width.
+Letters: N sequences (padded), Q new queries, L keys, H heads, R latent width, A pe width, K nope width, V value width.
 """
 
 from __future__ import annotations

@@ -58,14 +58,15 @@ def apply_experts(
     tokens, top_k = ids_Tk.shape
     flat_M = ids_Tk.reshape(tokens * top_k)
     order_M = torch.argsort(flat_M, stable=True)
-    rows = inputs_TD.index_select(0, order_M // top_k)
-    counts = torch.bincount(flat_M, minlength=w1_EFD.shape[0]).tolist()
-    outputs = []
-    for x, w1, w2, w3 in zip(rows.split(counts), w1_EFD.unbind(0), w2_EDF.unbind(0), w3_EFD.unbind(0), strict=True):
-        if len(x):
-            outputs.append(activation(x @ w1.t(), x @ w3.t()) @ w2.t())
-    if not outputs:
+    if len(order_M) == 0:
         return torch.zeros_like(inputs_TD)
+    counts = torch.bincount(flat_M, minlength=w1_EFD.shape[0]).tolist()
+    rows = inputs_TD.index_select(0, order_M // top_k).split(counts)
+    # One activation over all experts' rows: it is elementwise, and eight small calls cost far more than a large one.
+    gate = torch.cat([x @ w.t() for x, w in zip(rows, w1_EFD.unbind(0), strict=True) if len(x)])
+    up = torch.cat([x @ w.t() for x, w in zip(rows, w3_EFD.unbind(0), strict=True) if len(x)])
+    middle = activation(gate, up).split(counts)
+    outputs = [x @ w.t() for x, w in zip(middle, w2_EDF.unbind(0), strict=True) if len(x)]
     inverse_M = torch.empty_like(order_M)
     inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
     expert_TkD = torch.cat(outputs).index_select(0, inverse_M).view(tokens, top_k, inputs_TD.shape[1])
@@ -81,9 +82,7 @@ def required_bias(scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> 
     return cutoff_T.unsqueeze(-1) - scores_TE
 
 
-def qb_histogram(
-    scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int, num_bins: int = NUM_BINS
-) -> torch.Tensor:
+def qb_histogram(scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int, num_bins: int = NUM_BINS) -> torch.Tensor:
     """Counts [E, B] int64 of required biases over ``[bias.min() - 1, bias.max() + 1]``; counts of parts just add up."""
     low = bias_E.min() - 1
     width = (bias_E.max() - bias_E.min() + 2) / num_bins

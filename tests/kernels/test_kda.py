@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from k3rl.kernels.kda import kda_gate, kda_recurrent, kda_tiles, l2norm, short_conv
 
+Form = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 K, V = 16, 32  # unequal, so that a transposed state is a shape error (B50)
 
 
@@ -22,14 +25,16 @@ def _inputs(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> l
     return [q, k, v, normal(2, length, 2, K), normal(2, length, 2), normal(2, 2, K, V), normal(2), normal(2, K)]
 
 
-def _run(form, leaves, with_state, **options):  # noqa: ANN001, ANN202, ANN003
+def _run(form: Form, leaves: list[torch.Tensor], with_state: bool, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, z, b, state, a_log, dt_bias = leaves
     g = kda_gate(z, a_log, dt_bias, -5.0)
     initial = state if with_state else None
     return form(l2norm(q) * K**-0.5, l2norm(k), v, g, torch.sigmoid(b), initial, **options)
 
 
-def _gradients(form, inputs, with_state, **options):  # noqa: ANN001, ANN202, ANN003
+def _gradients(
+    form: Form, inputs: list[torch.Tensor], with_state: bool, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     leaves = [x.clone().requires_grad_() for x in inputs]
     out, state = _run(form, leaves, with_state, **options)
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)

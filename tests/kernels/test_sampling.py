@@ -8,9 +8,7 @@ import torch
 from k3rl.kernels.sampling import sample_tokens
 
 
-def draw(
-    logits: list[float], uniforms: torch.Tensor, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(logits: list[float], uniforms: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample from given logits: the head is a column of logits and every hidden state is 1."""
     n = len(uniforms)
     return sample_tokens(torch.ones(n, 1), torch.tensor(logits)[:, None], uniforms, torch.full((n,), temperature))

@@ -12,8 +12,8 @@ import torch
 from k3rl.config import LearnerConfig, ObjectiveConfig, OptimizerConfig
 from k3rl.errors import ConfigError, TrainingError
 from k3rl.learner.forward import compute_gradients, compute_vectors, pack_samples, plan_micro_batches
-from k3rl.learner.policy import PolicyCapabilities
 from k3rl.learner.update import Learner
+from k3rl.model.batch import PolicyCapabilities
 from k3rl.objective import TokenVectors, build_batch, resolve
 from k3rl.testing.toy_policy import ToyPolicy
 from k3rl.trajectory import NO_ROUTE, Outcome, Segment, Task, Trajectory, TrajectoryKey

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_gradients_through_leaves_of_the_cache_equal_the_unsplit_gradients(cuts:
     whole = model(TokenBatch.pack(ids)).hidden
     want = _gradients(model, (whole**3).sum() + loss(whole))
     bounds = (0, *cuts, 51)
-    batches = [TokenBatch.pack([i[a:b] for i in ids]) for a, b in zip(bounds, bounds[1:], strict=False)]
+    batches = [TokenBatch.pack([i[a:b] for i in ids]) for a, b in itertools.pairwise(bounds)]
     caches = [ValueCache.empty(UNEQUAL, 3, dtype=torch.float64)]
     with torch.no_grad():
         for batch in batches[:-1]:

@@ -26,17 +26,17 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Opti
     groups is the peak; the learner sets the scheduled one before each step.
     """
     named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    vectors = [p for _, p in named if p.ndim < 2]
+    vectors = [p for _, p in named if not _is_matrix(p)]
     if config.name == "adamw":
         groups = [
-            {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for _, p in named if _is_matrix(p)], "weight_decay": config.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=BETAS)
     blocks: dict[str, int] = getattr(policy, "muon_blocks", dict)()
-    matrices = [(n, p) for n, p in named if p.ndim >= 2 and not any(part in n for part in NOT_MATRICES)]
+    matrices = [(n, p) for n, p in named if _is_matrix(p) and not any(part in n for part in NOT_MATRICES)]
     inside = {id(p) for _, p in matrices}
-    tables = [p for _, p in named if p.ndim >= 2 and id(p) not in inside]
+    tables = [p for _, p in named if _is_matrix(p) and id(p) not in inside]
     muon_groups: list[dict[str, Any]] = [
         {
             "params": [p for _, p in matrices],
@@ -48,3 +48,8 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Opti
         {"params": vectors, "algorithm": "adam", "weight_decay": 0.0},
     ]
     return Muon([g for g in muon_groups if g["params"]], lr=config.lr, betas=BETAS)
+
+
+def _is_matrix(parameter: torch.Tensor) -> bool:
+    """A single row (an attention-residual query, a value head) is a vector, however it is stored."""
+    return parameter.ndim >= 2 and parameter.shape[-2] > 1

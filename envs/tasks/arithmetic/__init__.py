@@ -1,0 +1,16 @@
+"""Arithmetic problems from reasoning-gym, with a calculator."""
+
+from gymnasium.envs.registration import register, registry
+
+from k3rl.envs.tasks.arithmetic.environment import ArithmeticEnvironment, vocabulary_words
+from k3rl.envs.tasks.arithmetic.expert import ArithmeticPolicy
+
+if "k3rl/Arithmetic-v0" not in registry:
+    register(
+        id="k3rl/Arithmetic-v0",
+        entry_point="k3rl.envs.tasks.arithmetic.environment:ArithmeticEnvironment",
+        disable_env_checker=True,
+        order_enforce=False,
+    )
+
+__all__ = ["ArithmeticEnvironment", "ArithmeticPolicy", "vocabulary_words"]

@@ -1,0 +1,79 @@
+"""Arithmetic from reasoning-gym (imported on first use), with a calculator; reasoning-gym scores the answer.
+
+A question's hash decides its split: no question is in two splits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from k3rl.envs.base import Message, Observation, split_of
+from k3rl.envs.calculator import CalculatorError, calculate
+from k3rl.envs.tasks.arithmetic.expert import SLIPS, ArithmeticPolicy
+from k3rl.envs.tools import ToolEnvironment, ToolError, tool
+from k3rl.errors import EnvError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
+
+    from k3rl.trajectory import Task
+
+DATASETS = ("chain_sum", "basic_arithmetic", "gcd", "leg_counting")
+_MAX_DRAWS = 1000
+
+
+def vocabulary_words() -> tuple[str, ...]:
+    """Words of tools and results."""
+    return ("calc", "error", "none")
+
+
+class ArithmeticEnvironment(ToolEnvironment):
+    """One problem an episode; the outcome is reasoning-gym's score, in 0..1."""
+
+    name = "arithmetic"
+    template_words = vocabulary_words()
+
+    def __init__(
+        self, *, datasets: Sequence[str] = DATASETS, slips: Mapping[str, float] | None = None, **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._datasets = tuple(datasets)
+        self._slips = {**SLIPS, **(slips or {})}
+        self._problem: dict[str, Any] = {}
+        self._source: Any = None
+
+    def start(self, task: Task, rng: np.random.Generator) -> Observation:
+        """Draw problems until one belongs to the task's split."""
+        import reasoning_gym
+
+        for _ in range(_MAX_DRAWS):
+            name = self._datasets[int(rng.integers(len(self._datasets)))]
+            source = reasoning_gym.create_dataset(name, size=1, seed=int(rng.integers(2**31)))
+            problem = source[0]
+            if split_of(problem["question"]) == task.split:
+                self._source, self._problem = source, problem
+                return (Message(role="user", content=problem["question"]),)
+        raise EnvError(f"no problem of split {task.split} among {_MAX_DRAWS}")
+
+    def grade(self, answer: str) -> float:
+        """The score of reasoning-gym."""
+        return float(self._source.score_answer(answer=answer, entry=self._problem))
+
+    def expert(self) -> ArithmeticPolicy:
+        """Answer what is right."""
+        return ArithmeticPolicy(str(self._problem["answer"]))
+
+    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> ArithmeticPolicy:
+        """Answer wrongly with probability ``slips["wrong"]``."""
+        wrong = rng.random() < (self._slips if slips is None else slips).get("wrong", 0.0)
+        return ArithmeticPolicy("wrong") if wrong else self.expert()
+
+    @tool
+    def calc(self, expression: str) -> str:
+        """Evaluate an arithmetic expression such as (3+4)*45."""
+        try:
+            return calculate(expression)
+        except CalculatorError as error:
+            raise ToolError(f"error {error}") from None
