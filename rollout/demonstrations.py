@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ def demonstrate(
 def _demonstrate_one(
     spec: EpisodeSpec, chat_format: ChatFormat, config: EnvironmentConfig, run_seed: int
 ) -> Trajectory:
-    env = make(config.id, **config.options)
+    env: Any = make(config.id, **config.options)
     segments: list[Segment] = []
 
     def append(kind: SegmentKind, ids: list[int]) -> None:

@@ -90,3 +90,12 @@ def doctor(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
         if not examine(load_config(config_path, overrides or [])):
             raise typer.Exit(1)
+
+
+@app.command()
+def bench(subject: Annotated[str, typer.Argument(help="What to measure: demo.")] = "demo") -> None:
+    """Measure something and write the figures to benchmarks/results/ (from the repository's root)."""
+    with _user_errors():
+        from k3rl.runtime.bench import bench as run_benchmark
+
+        run_benchmark(subject)

@@ -1,5 +1,6 @@
 import math
 import random
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -48,7 +49,7 @@ def test_shop_expert_solves_every_task_and_reaches_every_milestone() -> None:
 
 
 def test_shop_demonstrator_succeeds_about_half_of_the_time() -> None:
-    env = make(IDS[0])
+    env: Any = make(IDS[0])
     wins = 0.0
     for i in range(2000):
         wins += play(env, env.unwrapped.demonstrator(np.random.default_rng(i)), task(i)).total("outcome")

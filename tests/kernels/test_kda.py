@@ -64,20 +64,20 @@ def test_float32_tiles_equal_the_float64_recurrence_at_1000_tokens() -> None:
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65])
 def test_later_tokens_change_no_bit_of_earlier_outputs(length: int) -> None:
     q, k, v, z, b, state = _inputs(130, torch.float32)[:6]
-    rows = [l2norm(q), l2norm(k), v, -5 * torch.sigmoid(z), torch.sigmoid(b)]
-    whole = kda_tiles(*rows, state)[0]
-    assert torch.equal(kda_tiles(*(x[:, :length] for x in rows), state)[0], whole[:, :length])
-    changed = [torch.cat([x[:, :length], 0.5 * x[:, length:]], 1) for x in rows]
-    assert torch.equal(kda_tiles(*changed, state)[0][:, :length], whole[:, :length])
+    rows: Any = [l2norm(q), l2norm(k), v, -5 * torch.sigmoid(z), torch.sigmoid(b)]
+    whole = kda_tiles(*rows, initial_state=state)[0]
+    assert torch.equal(kda_tiles(*(x[:, :length] for x in rows), initial_state=state)[0], whole[:, :length])
+    changed: Any = [torch.cat([x[:, :length], 0.5 * x[:, length:]], 1) for x in rows]
+    assert torch.equal(kda_tiles(*changed, initial_state=state)[0][:, :length], whole[:, :length])
 
 
 def test_masked_rows_change_neither_the_state_nor_a_gradient() -> None:
     inputs = _inputs(20)
     q, k, v, z, b, state = inputs[:6]
     g, beta = -torch.rand_like(z), torch.sigmoid(b)
-    leaves = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
-    padded = [torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, 30)) for x in leaves[:5]]
-    plain, long = kda_tiles(*leaves[:5], state), kda_tiles(*padded, state)
+    leaves: Any = [x.requires_grad_() for x in (q, k, v, g, beta, state)]
+    padded: Any = [torch.nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, 30)) for x in leaves[:5]]
+    plain, long = kda_tiles(*leaves[:5], initial_state=state), kda_tiles(*padded, initial_state=state)
     torch.testing.assert_close(plain[1], long[1])
     a = torch.autograd.grad(plain[1].square().sum() + plain[0].sum(), leaves)
     b = torch.autograd.grad(long[1].square().sum() + long[0].sum(), leaves)
@@ -111,7 +111,7 @@ def test_b46_extreme_gates_have_finite_and_right_gradients(length: int, gate: fl
     args = [l2norm(inputs[0]), l2norm(inputs[1]), inputs[2], g, torch.sigmoid(inputs[4]), inputs[5]]
     results = []
     for form, dtype in ((kda_recurrent, torch.float64), (kda_tiles, torch.float32)):
-        leaves = [x.to(dtype).requires_grad_() for x in args]
+        leaves: Any = [x.to(dtype).requires_grad_() for x in args]
         out, state = form(*leaves)
         results.append([out, state, *torch.autograd.grad(out.square().sum() + state.square().sum(), leaves)])
     for want, got in zip(*results, strict=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from k3rl.kernels.attn_res import attn_res_mix
@@ -18,8 +20,8 @@ def _normal(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_absorbed_attention_equals_expanded_attention() -> None:
     q, latent, kv_b = _normal(3, 5, 2, 12), _normal(3, 9, 10, seed=1), _normal(2, 8 + 16, 6, seed=2)
     offsets = torch.tensor([0, 2, 4])
-    args = [x.requires_grad_() for x in (q, latent, kv_b)]
-    a, b = (form(*args, 8, offsets) for form in (mla_absorbed, mla_expanded))
+    args: Any = [x.requires_grad_() for x in (q, latent, kv_b)]
+    a, b = (form(*args, key_dim=8, offsets_N=offsets) for form in (mla_absorbed, mla_expanded))
     torch.testing.assert_close(a, b)
     torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), args) for x in (a, b)))
 
@@ -70,7 +72,7 @@ def test_one_quantile_update_balances_a_skewed_load() -> None:
         load = torch.bincount((scores + at).topk(top_k, -1).indices.flatten(), minlength=experts).double()
         return float(load.max() / load.mean())
 
-    counts = sum(qb_histogram(part, bias, top_k) for part in scores.split(6000))
+    counts = torch.stack([qb_histogram(part, bias, top_k) for part in scores.split(6000)]).sum(0)
     assert torch.equal(counts, qb_histogram(scores, bias, top_k))
     updated = qb_update(counts, bias, top_k)
     assert imbalance(bias) > 20

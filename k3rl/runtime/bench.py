@@ -1,0 +1,92 @@
+"""``k3rl bench SUBJECT``: measure, and write what was measured to ``benchmarks/results/``.
+
+Documentation quotes these files and nothing else; a row that was not run is absent.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from k3rl.config import load_config
+from k3rl.errors import ConfigError, suggest
+from k3rl.observe.console import table
+from k3rl.runtime.controller import run_job
+
+RESULTS = Path("benchmarks/results")
+DEMO_SEEDS = (0, 1, 2)
+
+
+def bench(subject: str) -> Path:
+    """Run the benchmark called ``subject`` from the repository's root; return the file of its results."""
+    subjects = {"demo": _bench_demo}
+    if subject not in subjects:
+        raise ConfigError(f"no benchmark {subject!r}; there are {', '.join(subjects)}.{suggest(subject, subjects)}")
+    started = datetime.datetime.now(datetime.UTC)
+    rows = subjects[subject]()
+    hardware = f"cpu{os.cpu_count()}"
+    path = RESULTS / f"{started:%Y-%m-%d}_{hardware}_{subject}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"command": f"k3rl bench {subject}", "started": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
+    path.write_text(json.dumps({**result, "environment": environment(), "rows": rows}, indent=1) + "\n")
+    table(subject, [{k: row[k] for k in ("what", "shape", "ours", "baseline", "goal", "holds")} for row in rows])
+    print(f"written to {path}")
+    return path
+
+
+def environment() -> dict[str, Any]:
+    """What the figures were measured on."""
+    versions = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+    return {
+        "card": None,
+        "driver": None,
+        "torch": versions.get("torch"),
+        "triton": versions.get("triton"),
+        "ray": versions.get("ray"),
+        "python": platform.python_version(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "commit": commit.stdout.strip() or None,
+    }
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _bench_demo() -> list[dict[str, Any]]:
+    """The demo with three seeds: RL against what SFT reached, and against SFT for RL's time."""
+    rows: list[dict[str, Any]] = []
+    for seed in DEMO_SEEDS:
+        name = f"bench-demo-seed{seed}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+        summary = run_job(load_config("configs/demo.yaml", [f"seed={seed}", f"name={name}"]))
+        rows += _demo_rows(summary, f"seed {seed}")
+    return rows
+
+
+def _demo_rows(summary: dict[str, Any], shape: str) -> list[dict[str, Any]]:
+    def row(
+        what: str, ours: float, goal: float, unit: str, *, at_most: bool = False, **baseline: Any
+    ) -> dict[str, Any]:
+        holds = ours <= goal if at_most else ours >= goal
+        fields = {"baseline": None, "baseline_name": None, "floor": None, **baseline}
+        return {"what": what, "shape": shape, "ours": ours, **fields, "goal": goal, "unit": unit, "holds": holds}
+
+    after_sft, after_rl, sft_only = (summary[f"success_{n}"] for n in ("after_sft", "after_rl", "sft_only"))
+    return [
+        row("held-out success after RL", after_rl, 0.85, "share", baseline=after_sft, baseline_name="after SFT"),
+        row("gain of RL over SFT", after_rl - after_sft, 0.25, "share"),
+        row("gain over SFT for RL's time", after_rl - sft_only, 0.25, "share", baseline=sft_only, baseline_name="SFT"),
+        row("greedy success after RL", summary["success_after_rl_greedy"], 0.85, "share"),
+        row("largest logprob gap", summary["max_logprob_gap"], 1e-4, "nats", at_most=True),
+        row("time after set-up", summary["total_s"] - summary["setup_s"], 480.0, "s", at_most=True),
+    ]
