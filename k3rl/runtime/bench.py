@@ -74,11 +74,9 @@ def _bench_demo() -> list[dict[str, Any]]:
 
 
 def _demo_rows(summary: dict[str, Any], shape: str) -> list[dict[str, Any]]:
-    def row(
-        what: str, ours: float, goal: float, unit: str, *, at_most: bool = False, **baseline: Any
-    ) -> dict[str, Any]:
+    def row(what: str, ours: float, goal: float, unit: str, *, at_most: bool = False, **other: Any) -> dict[str, Any]:
         holds = ours <= goal if at_most else ours >= goal
-        fields = {"baseline": None, "baseline_name": None, "floor": None, **baseline}
+        fields = {"baseline": None, "baseline_name": None, "floor": None, **other}
         return {"what": what, "shape": shape, "ours": ours, **fields, "goal": goal, "unit": unit, "holds": holds}
 
     after_sft, after_rl, sft_only = (summary[f"success_{n}"] for n in ("after_sft", "after_rl", "sft_only"))
