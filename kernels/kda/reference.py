@@ -147,6 +147,37 @@ def kda_tiles(
     return o[:, :rows], kept
 
 
+def kda_decode(
+    q_NHK: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state_NHKV: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What :func:`kda_tiles` says of one new token per sequence: its output [N, H, V] and the state after it.
+
+    The rows are the token's and those before it since ``state_NHKV``; zero rows may follow. They need no query, and
+    the tile is as high as the longest sequence needs.
+
+    Args:
+        q_NHK: the new token's query, already scaled.
+        k: [N, H, T, K], as are v [N, H, T, V], g [N, H, T, K] and beta [N, H, T, 1].
+        state_NHKV: the state before the rows.
+    """
+    for start in range(0, k.shape[2], TILE):
+        k_R, v_R, beta_R = (x[:, :, start : start + TILE] for x in (k, v, beta))
+        cumulative = g[:, :, start : start + TILE].cumsum(-2)
+        rise = (cumulative - cumulative[..., :1, :]).exp()
+        decay = cumulative.exp()
+        lower = (beta_R * ((k_R * rise) @ (k_R / rise).transpose(-1, -2))).tril(-1)
+        error = beta_R * (v_R - (k_R * decay) @ state_NHKV)
+        delta = torch.linalg.solve_triangular(lower, error, upper=False, unitriangular=True)
+        k_end = k_R * (cumulative[..., -1:, :] - cumulative).exp()
+        state_NHKV = decay[..., -1, :].unsqueeze(-1) * state_NHKV + k_end.transpose(-1, -2) @ delta
+    return (q_NHK.unsqueeze(-2) @ state_NHKV).squeeze(-2), state_NHKV
+
+
 def _to_parts(rows: torch.Tensor, parts: int) -> torch.Tensor:
     """[N, T, H, X] to [N, parts, H, 16, X], zero rows at the end."""
     num, length, heads, width = rows.shape

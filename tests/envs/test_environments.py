@@ -70,7 +70,7 @@ def test_asked_names_of_splits_are_disjoint() -> None:
 
 
 @pytest.mark.parametrize("name", ["calc_gsm8k_rewrd", "", "__init__", "n" * 10**6, "reset", "grade"])
-def test_unknown_tool_is_an_observation_with_the_names(name: str) -> None:
+def test_b32_unknown_tool_is_an_observation_with_the_names(name: str) -> None:
     env = make(IDS[0])
     env.reset(options={"task": task(0)})
     for _ in range(5):
@@ -104,20 +104,20 @@ def test_bad_arguments_and_unparsable_text_are_observations() -> None:
         (True, ("integer",), True),
     ],
 )
-def test_coercion_loses_nothing(value: object, types: tuple[str, ...], right: object) -> None:
+def test_b30_coercion_loses_nothing(value: object, types: tuple[str, ...], right: object) -> None:
     found = coerce("n", value, types)
     assert found == right
     assert type(found) is type(right)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, "1e400", [math.nan]])
-def test_non_finite_numbers_are_refused_by_name(value: object) -> None:
+def test_b30_non_finite_numbers_are_refused_by_name(value: object) -> None:
     with pytest.raises(ArgumentError, match=r"^n: "):
         coerce("n", value, ("number",))
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_interleaved_episodes_do_not_share_state(seed: int) -> None:
+def test_b20_interleaved_episodes_do_not_share_state(seed: int) -> None:
     rng = random.Random(seed)
     alone = make(IDS[0])
     episodes = [play(alone, None, task(seed * 3 + i)) for i in range(3)]

@@ -56,7 +56,7 @@ def test_a_failing_tool_is_an_observation_cut_in_the_middle() -> None:
     assert len(text) < 150
 
 
-def test_the_last_observation_is_of_the_episode_that_ends() -> None:
+def test_b19_the_last_observation_is_of_the_episode_that_ends() -> None:
     env = Counter(max_turns=4)
     seen: list[str] = []
     for _ in range(2):

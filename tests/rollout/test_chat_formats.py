@@ -131,7 +131,7 @@ def test_random_ids_never_raise(chat_format: ChatFormat) -> None:
 
 
 @every_format
-def test_turns_joined_are_the_whole_conversation_and_begin_with_what_was_sampled(chat_format: ChatFormat) -> None:
+def test_b27_turns_joined_are_the_whole_conversation_and_begin_with_what_was_sampled(chat_format: ChatFormat) -> None:
     task = (Message(role="system", content="shop"), Message(role="user", content="order 2 bokip"))
     turns = [
         (AssistantAction((ToolCall("find", {"name": "bokip"}),)), (Message(role="tool", content="417", tool="find"),)),
@@ -169,7 +169,7 @@ def test_a_turn_without_its_stop_token_is_an_error_and_not_an_answer(chat_format
     "text",
     ["a } b", 'he said "hi" {\\', "use </tool_call> here", "<|end|>", "<|close|>argument<|sep|>", "\\u0022", "]}"],
 )
-def test_delimiters_inside_string_arguments_are_only_text(chat_format: ChatFormat, text: str) -> None:
+def test_b28_delimiters_inside_string_arguments_are_only_text(chat_format: ChatFormat, text: str) -> None:
     for call in (ToolCall("find", {"name": text}), ToolCall("write", {"text": text, "more": {"in": [text]}})):
         parsed = chat_format.parse_action(chat_format.render_action(AssistantAction((call,))))
         assert parsed.calls == (call,)
@@ -190,7 +190,7 @@ def _random_text(rng: random.Random) -> str:
 
 
 @every_format
-def test_ten_thousand_random_json_values_round_trip(chat_format: ChatFormat) -> None:
+def test_b28_ten_thousand_random_json_values_round_trip(chat_format: ChatFormat) -> None:
     rng = random.Random(1)
     for _ in range(1000):
         arguments = {f"k{i}": _random_json(rng) for i in range(10)}

@@ -90,7 +90,7 @@ FILES = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_or_missing_file_is_named_and_the_previous_checkpoint_is_used(two: Path, name: str) -> None:
+def test_b57_a_truncated_or_missing_file_is_named_and_the_previous_checkpoint_is_used(two: Path, name: str) -> None:
     path = two / "step_000002" / name
     whole = path.read_bytes()
     for cut in sorted({0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1, *range(0, len(whole), 4096)}):
@@ -100,7 +100,7 @@ def test_a_truncated_or_missing_file_is_named_and_the_previous_checkpoint_is_use
     require_fallback(two, name)
 
 
-def test_every_one_of_200_bit_flips_is_detected_and_named(two: Path) -> None:
+def test_b57_every_one_of_200_bit_flips_is_detected_and_named(two: Path) -> None:
     random = np.random.default_rng(57)
     for number in range(200):
         name = FILES[number % len(FILES)]
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differing_fields(two:
         load_latest(two, other)
 
 
-def test_an_earlier_checkpoint_loads_as_it_was_after_a_later_one_was_saved(two: Path) -> None:
+def test_b57_an_earlier_checkpoint_loads_as_it_was_after_a_later_one_was_saved(two: Path) -> None:
     require_equal(load(two / "step_000001"), make(1))
 
 
@@ -150,7 +150,7 @@ def killing(at: int) -> tuple[FileOperations, list[str]]:
 
 @pytest.mark.parametrize("keep", [1, 2])
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_kill_between_any_two_file_operations_leaves_a_checkpoint_and_the_next_save_works(
+def test_b57_a_kill_between_any_two_file_operations_leaves_a_checkpoint_and_the_next_save_works(
     tmp_path: Path, keep: int, step: int
 ) -> None:
     """``step`` 1 saves over the only checkpoint, as after a rollback; 2 saves the next one."""
