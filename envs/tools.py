@@ -160,11 +160,11 @@ class ToolEnvironment(MessageEnvironment):
         return observation, total, terminated, truncated, {"k3rl": info}
 
     def _respond(self, action: AssistantAction) -> tuple[Observation, int, int]:
-        """Messages that answer the action, number of calls, number of invalid ones."""
+        """Messages that answer the action, number of calls, number of invalid ones; no action at all is an invalid call."""
         if action.error is not None:
-            return (self._error(None, action.error.kind, action.error.message),), 0, 1
+            return (self._error(None, action.error.kind, action.error.message),), 1, 1
         if not action.calls and action.answer is None:
-            return (self._error(None, "empty_action", "call a tool or answer"),), 0, 1
+            return (self._error(None, "empty_action", "call a tool or answer"),), 1, 1
         results = [self._call(call) for call in action.calls]
         return tuple(m for m, _ in results), len(results), sum(not valid for _, valid in results)
 

@@ -20,6 +20,8 @@ from k3rl.errors import ConfigError, suggest
 
 TILE_ROWS = 16
 """Rows of the sub-tile in which KDA forms exp(-cumulative decay) directly; see ``ModelConfig.gate_lower_bound``."""
+REWARD_COMPONENTS = ("outcome", "milestone")
+"""What environments record; see ``k3rl.rewards``."""
 
 
 def _require(condition: bool, key: str, message: str) -> None:
@@ -206,7 +208,7 @@ class EvaluationConfig:
     """Held-out tasks, the same ones every time."""
 
     num_tasks: int = 512
-    split: str = "test"
+    split: Literal["train", "validation", "test"] = "test"
     seed: int = 0
     every: int = 0
     """Evaluate after every so many learner steps; 0 only at the end."""
@@ -224,8 +226,8 @@ class RunConfig:
     model: ModelConfig
     chat_format: Literal["compact", "xtml"] = "compact"
     environment: EnvironmentConfig
-    rewards: dict[str, float] = field(default_factory=lambda: {"outcome": 1.0})
-    """Weight of each reward component."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Weight of each reward component; none given means ``{outcome: 1.0}``."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -244,6 +246,44 @@ class RunConfig:
             "buffer.max_staleness",
             "the one_step_async schedule trains on rollouts one step old, so it must be at least 1",
         )
+        unknown = set(self.rewards) - set(REWARD_COMPONENTS)
+        _require(
+            not unknown,
+            "rewards",
+            f"no component {sorted(unknown)}; there are {', '.join(REWARD_COMPONENTS)}."
+            + "".join(suggest(name, REWARD_COMPONENTS) for name in sorted(unknown)),
+        )
+        signals = (*REWARD_COMPONENTS, "total")
+        _require(
+            self.buffer.signal in signals,
+            "buffer.signal",
+            f"no component {self.buffer.signal!r}; there are {', '.join(signals)}",
+        )
+        for key, value in self._counts().items():
+            _require(value >= 1, key, f"must be at least 1, got {value}")
+        if not self.rewards:
+            object.__setattr__(self, "rewards", {"outcome": 1.0})
+
+    def _counts(self) -> dict[str, int]:
+        """Everything that must be at least 1 for a run to make sense."""
+        return {
+            "environment.max_turns": self.environment.max_turns,
+            "environment.max_tokens_per_turn": self.environment.max_tokens_per_turn,
+            "environment.max_episode_tokens": self.environment.max_episode_tokens,
+            "sft.batch_size": self.sft.batch_size,
+            "sft.eval_every": self.sft.eval_every,
+            "sft.eval_tasks": self.sft.eval_tasks,
+            "rollout.num_workers": self.rollout.num_workers,
+            "rollout.threads_per_worker": self.rollout.threads_per_worker,
+            "rollout.groups_per_step": self.rollout.groups_per_step,
+            "rollout.group_size": self.rollout.group_size,
+            "learner.threads": self.learner.threads,
+            "learner.micro_batch_tokens": self.learner.micro_batch_tokens,
+            "learner.max_skipped_updates": self.learner.max_skipped_updates,
+            "evaluation.num_tasks": self.evaluation.num_tasks,
+            "checkpoint_every": self.checkpoint_every,
+            "checkpoints_kept": self.checkpoints_kept,
+        }
 
     @property
     def run_dir(self) -> Path:

@@ -42,6 +42,10 @@ class SandboxError(K3rlError):
     """A sandbox could not be made or kept."""
 
 
+class WorkerDiedError(K3rlError):
+    """An actor of the run is gone; the message names it. The run can go on with ``--resume``."""
+
+
 class WeightSyncError(K3rlError):
     """An engine refused or failed to take new weights; the old ones stay active."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 import torch
 
 from k3rl.kernels.kda import conv_plan
+from k3rl.kernels.kda.reference import TILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -137,6 +138,8 @@ class Layout:
     query_out: torch.Tensor  # [T] position of each token in [N * Q]
     latent_in: torch.Tensor  # [N, L]
     offsets: torch.Tensor  # [N] tokens before the first new one
+    decode: bool  # exactly one new token in each sequence
+    any_full: bool  # some sequence completes a tile
 
     @staticmethod
     def plan(cu_seqlens: torch.Tensor, cache: ValueCache | None, tile: int, taps: int) -> Layout:
@@ -149,6 +152,10 @@ class Layout:
         held = offsets % tile
         rows_N = held + lengths
         padded = int(rows_N.max())
+        queries = int(lengths.max())
+        decode = queries == 1 and total == num
+        if not decode:
+            padded = -(-padded // TILE) * TILE
         sequence_N1 = torch.arange(num, device=device).unsqueeze(1)
 
         def source(at: torch.Tensor) -> torch.Tensor:
@@ -159,7 +166,6 @@ class Layout:
         full = rows_N // tile
         sequence_T = torch.repeat_interleave(sequence_N1.squeeze(1), lengths)
         local_T = torch.arange(total, device=device) - starts[sequence_T]
-        queries = int(lengths.max())
         local_Q = torch.arange(queries, device=device)
         query_in = torch.where(local_Q < lengths.unsqueeze(1), starts.unsqueeze(1) + local_Q, total)
         old = cache.latents[0].shape[1] if cache is not None and cache.latents else 0
@@ -177,4 +183,6 @@ class Layout:
             query_out=sequence_T * queries + local_T,
             latent_in=torch.where(key_L < (offsets + lengths).unsqueeze(1), key, num * old + total),
             offsets=offsets,
+            decode=decode,
+            any_full=bool(full.any()),
         )

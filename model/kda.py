@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from k3rl.kernels.kda import kda_gate, kda_tiles, l2norm, short_conv
+from k3rl.kernels.kda.reference import conv_decode, kda_decode
 from k3rl.model.cache import KdaCache
 from k3rl.model.layers import RMSNorm, linear
 
@@ -49,6 +50,35 @@ class KdaMixer(nn.Module):
     ) -> tuple[torch.Tensor, KdaCache | None]:
         """Mix [T, D] and return the cache after it (None when there was none)."""
         rows_THX, window = self._project(inputs_TD, layout, cache)
+        if cache is not None and layout.decode:
+            out_THV, state, kept = self._decode(rows_THX, layout, cache)
+        else:
+            out_THV, state, kept = self._tiles(rows_THX, layout, cache)
+        gate = torch.sigmoid(self.g_proj(inputs_TD))
+        normed = self.o_norm(out_THV.to(inputs_TD.dtype)).reshape(len(inputs_TD), self.heads * self.value_dim)
+        result = self.o_proj(normed * gate)
+        return result, None if cache is None else KdaCache(state, kept, window)
+
+    def _decode(
+        self, rows_NHX: torch.Tensor, layout: Layout, cache: KdaCache
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """One token per sequence: outputs [N, H, V], and the cache's state and open rows after it."""
+        num, padded = layout.kda_in.shape
+        q, new = rows_NHX.split([self.key_dim, rows_NHX.shape[-1] - self.key_dim], dim=-1)
+        at = (torch.arange(num, device=q.device), layout.offsets % self.tile)
+        rows = cache.open_rows.index_put(at, new)
+        sizes = [self.key_dim, self.value_dim, self.key_dim, 1]
+        k, v, g, beta = (x.transpose(1, 2).contiguous() for x in rows[:, :padded].split(sizes, dim=-1))
+        out, state = kda_decode(q, k, v, g, beta, cache.state)
+        if not layout.any_full:
+            return out, cache.state, rows
+        full = layout.kda_full.bool().view(num, 1, 1, 1)
+        return out, torch.where(full, state, cache.state), rows.masked_fill(full, 0)
+
+    def _tiles(
+        self, rows_THX: torch.Tensor, layout: Layout, cache: KdaCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Any number of tokens: outputs [T, H, V], and the cache's state and open rows after them."""
         num, padded = layout.kda_in.shape
         width = rows_THX.shape[-1]
         sources = [rows_THX, rows_THX.new_zeros(1, self.heads, width)]
@@ -62,22 +92,23 @@ class KdaMixer(nn.Module):
         state = None if cache is None else cache.state
         out_NPHV, state = kda_tiles(q, k, v, g, beta.squeeze(-1), state, self.tile, layout.kda_full)
         out_THV = out_NPHV.reshape(num * padded, self.heads, self.value_dim).index_select(0, layout.kda_out)
-        gate = torch.sigmoid(self.g_proj(inputs_TD))
-        normed = self.o_norm(out_THV.to(inputs_TD.dtype)).reshape(len(inputs_TD), self.heads * self.value_dim)
-        result = self.o_proj(normed * gate)
         if cache is None:
-            return result, None
+            return out_THV, state, state.new_zeros(0)
         kept = source.index_select(0, layout.kda_open.flatten())[..., self.key_dim :]
-        return result, KdaCache(state, kept.view(num, self.tile, self.heads, width - self.key_dim), window)
+        return out_THV, state, kept.view(num, self.tile, self.heads, width - self.key_dim)
 
     def _project(
         self, inputs_TD: torch.Tensor, layout: Layout, cache: KdaCache | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [T, H, q | k | v | g | beta], at least float32, and the next convolution window."""
-        qkv = torch.cat([self.q_proj(inputs_TD), self.k_proj(inputs_TD), self.v_proj(inputs_TD)], dim=-1)
+        # One product with the joined weights costs less than three products and joining their results.
+        qkv = nn.functional.linear(inputs_TD, torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
         filters = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        window = None if cache is None else cache.window
-        mixed, window = short_conv(qkv, filters, layout.cu_seqlens, window, layout.conv)
+        if cache is not None and layout.decode:
+            mixed, window = conv_decode(qkv, filters, cache.window)
+        else:
+            window = None if cache is None else cache.window
+            mixed, window = short_conv(qkv, filters, layout.cu_seqlens, window, layout.conv)
         wide = torch.promote_types(inputs_TD.dtype, torch.float32)
         keys = self.heads * self.key_dim
         q, k, v = nn.functional.silu(mixed.to(wide)).split([keys, keys, self.heads * self.value_dim], dim=-1)

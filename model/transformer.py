@@ -102,9 +102,8 @@ class K3Model(nn.Module):
         """Run T packed tokens, each sequence continuing from its row of ``cache`` (from nothing when it is None)."""
         if cache is not None and cache.num_sequences != batch.num_sequences:
             raise ValueError(f"the batch has {batch.num_sequences} sequences and the cache {cache.num_sequences}")
-        num_moe = len(self.moe_layers)
         if len(batch.ids) == 0:
-            return self._nothing(cache, num_moe)
+            return self._nothing(cache)
         c = self.config
         layout = Layout.plan(batch.cu_seqlens, cache, c.state_tile, c.conv_kernel)
         prefix: torch.Tensor = self.embed_tokens(batch.ids)
@@ -141,7 +140,8 @@ class K3Model(nn.Module):
         stats = {"moe_load": torch.stack(load)} if load else {}
         return ForwardOutput(hidden, cache, torch.stack(routes, 1) if routes else None, stats)
 
-    def _nothing(self, cache: ValueCache | None, num_moe: int) -> ForwardOutput:
+    def _nothing(self, cache: ValueCache | None) -> ForwardOutput:
+        num_moe = len(self.moe_layers)
         weight = self.embed_tokens.weight
         routes = torch.zeros(0, num_moe, self.config.experts_per_token, dtype=torch.int64, device=weight.device)
         load = torch.zeros(num_moe, self.config.num_experts, dtype=torch.int64, device=weight.device)

@@ -11,14 +11,13 @@ Semantics, locked by ``tests/rollout/test_agent_loop.py``:
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from k3rl.envs.registry import make
+from k3rl.rollout.deadline import call_all
 from k3rl.rollout.engine import Completion, Request
 from k3rl.trajectory import (
     NO_ROUTE,
@@ -33,14 +32,12 @@ from k3rl.trajectory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from k3rl.config import EnvironmentConfig
-    from k3rl.envs.base import Message, StepInfo
+    from k3rl.envs.base import AssistantAction, StepInfo
     from k3rl.rollout.chat_format import ChatFormat
     from k3rl.rollout.engine import Engine
-
-_POOL_THREADS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +59,13 @@ class _Episode:
     """An episode in progress; becomes a Trajectory when ``outcome`` is set."""
 
     spec: EpisodeSpec
-    env: Any
+    env: Any = None
     segments: list[Segment] = field(default_factory=list)
     context: list[int] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
     stats: dict[str, float] = field(default_factory=dict)
     handle: int | None = None
+    routes: np.ndarray | None = None
     turns: int = 0
     outcome: Outcome | None = None
 
@@ -78,10 +76,10 @@ class _Episode:
         self.context += ids.tolist()
 
     def reward_last_action(self, rewards: Sequence[Reward]) -> None:
-        for i in reversed(range(len(self.segments))):
-            if self.segments[i].kind == "action":
-                self.segments[i] = replace(self.segments[i], rewards=self.segments[i].rewards + tuple(rewards))
-                return
+        """Give rewards to the last action; to the prompt where there is none, so that they are still reported."""
+        actions = [i for i, segment in enumerate(self.segments) if segment.kind == "action"]
+        at = actions[-1] if actions else 0
+        self.segments[at] = replace(self.segments[at], rewards=self.segments[at].rewards + tuple(rewards))
 
     def count(self, info: StepInfo) -> None:
         for name in ("tool_calls", "invalid_calls"):
@@ -97,38 +95,38 @@ class AgentLoop:
         self._format = chat_format
         self._config = config
         self._run_seed = run_seed
-        self._pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="k3rl-env")
 
     def run(self, specs: Sequence[EpisodeSpec], temperature: float) -> list[Trajectory]:
         """Play every episode to its end and return the trajectories in the order of ``specs``."""
-        episodes = self._start(specs)
-        waiting: dict[int, _Episode] = {}
-        for episode in episodes:
-            self._submit(episode, temperature, waiting)
-        while waiting:
-            completions = self._engine.step()
-            ended = [(waiting.pop(c.request), c) for c in completions]
-            for episode in self._take_turns(ended):
+        episodes = [_Episode(spec=spec) for spec in specs]
+        try:
+            self._start(episodes)
+            waiting: dict[int, _Episode] = {}
+            for episode in episodes:
                 self._submit(episode, temperature, waiting)
-        return [self._finish(episode, temperature) for episode in episodes]
+            while waiting:
+                completions = self._engine.step()
+                ended = [(waiting.pop(c.request), c) for c in completions]
+                for episode in self._take_turns(ended):
+                    self._submit(episode, temperature, waiting)
+        finally:
+            # What an episode was is decided by now: an environment that fails to close changes nothing about it.
+            closers = [episode.env.close for episode in episodes if episode.env is not None]
+            call_all(closers, self._config.step_timeout_s)
+        return [_to_trajectory(episode, temperature) for episode in episodes]
 
-    def _start(self, specs: Sequence[EpisodeSpec]) -> list[_Episode]:
-        def start(spec: EpisodeSpec) -> tuple[Any, tuple[Message, ...]]:
-            env = make(self._config.id, **self._config.options)
-            observation, _ = env.reset(options={"task": spec.task})
-            return env, observation
+    def _start(self, episodes: Sequence[_Episode]) -> None:
+        def start(episode: _Episode) -> list[int]:
+            episode.env = make(self._config.id, **self._config.options)
+            observation, _ = episode.env.reset(options={"task": episode.spec.task})
+            return self._format.render_prompt(observation, episode.env.unwrapped.tool_schemas)
 
-        episodes = []
-        for spec, result in self._with_deadline([(spec, lambda s=spec: start(s)) for spec in specs]):
-            if isinstance(result, Exception):
-                episode = _Episode(spec=spec, env=None)
-                episode.outcome = Outcome(status="failed", cause="env", detail=_describe(result))
+        results = call_all([lambda e=episode: start(e) for episode in episodes], self._config.step_timeout_s)
+        for episode, result in zip(episodes, results, strict=True):
+            if isinstance(result, BaseException):
+                self._end(episode, Outcome(status="failed", cause="env", detail=_describe(result)))
             else:
-                env, observation = result
-                episode = _Episode(spec=spec, env=env)
-                episode.append("prompt", self._format.render_prompt(observation, env.unwrapped.tool_schemas))
-            episodes.append(episode)
-        return episodes
+                episode.append("prompt", result)
 
     def _submit(self, episode: _Episode, temperature: float, waiting: dict[int, _Episode]) -> None:
         """Queue the next turn, or end the episode when its context has no room for one."""
@@ -151,18 +149,18 @@ class AgentLoop:
 
     def _take_turns(self, ended: list[tuple[_Episode, Completion]]) -> list[_Episode]:
         """Record what was sampled, let the environments answer, and return the episodes that go on."""
-        acting: list[tuple[_Episode, Callable[[], Any]]] = []
+        acting: list[tuple[_Episode, AssistantAction]] = []
         for episode, completion in ended:
             self._record_action(episode, completion)
             if completion.stop_reason == "length":
                 is_full = len(episode.context) >= self._config.max_episode_tokens
                 self._end(episode, Outcome(status="truncated", limit="context_full" if is_full else "turn_tokens"))
             else:
-                action = self._format.parse_action(completion.token_ids.tolist())
-                acting.append((episode, lambda e=episode, a=action: e.env.step(a)))
+                acting.append((episode, self._format.parse_action(completion.token_ids.tolist())))
         going_on = []
-        for episode, result in self._with_deadline(acting):
-            if isinstance(result, Exception):
+        results = call_all([lambda e=e, a=a: self._act(e.env, a) for e, a in acting], self._config.step_timeout_s)
+        for (episode, _), result in zip(acting, results, strict=True):
+            if isinstance(result, BaseException):
                 self._end(episode, Outcome(status="failed", cause="env", detail=_describe(result)))
             else:
                 self._observe(episode, result)
@@ -184,16 +182,21 @@ class AgentLoop:
         episode.handle = completion.handle
         episode.turns += 1
 
-    def _observe(self, episode: _Episode, result: tuple[Any, ...]) -> None:
-        observation, _, terminated, truncated, info = result
-        episode.count(info["k3rl"])
-        episode.reward_last_action(info["k3rl"].rewards)
-        if terminated:
+    def _act(self, env: Any, action: AssistantAction) -> _Answer:
+        """Step the environment and read all of its answer here, where a malformed one fails its own episode only."""
+        observation, _, terminated, truncated, info = env.step(action)
+        ids = [] if terminated else self._format.render_observation(observation)
+        return _Answer(ids, bool(terminated), bool(truncated), info["k3rl"])
+
+    def _observe(self, episode: _Episode, answer: _Answer) -> None:
+        episode.count(answer.info)
+        episode.reward_last_action(answer.info.rewards)
+        if answer.terminated:
             self._end(episode, Outcome(status="completed"))
             return
         # Appended even when the episode ends here: the value of this state is what a truncated return bootstraps from.
-        episode.append("observation", self._format.render_observation(observation))
-        if truncated:
+        episode.append("observation", answer.ids)
+        if answer.truncated:
             self._end(episode, Outcome(status="truncated", limit="environment"))
         elif episode.turns >= self._config.max_turns:
             self._end(episode, Outcome(status="truncated", limit="max_turns"))
@@ -205,46 +208,37 @@ class AgentLoop:
         graded = any(r.name == "outcome" for s in episode.segments for r in s.rewards)
         if outcome.status == "truncated" and not graded:
             episode.reward_last_action([Reward("outcome", 0.0)])
-
-    def _finish(self, episode: _Episode, temperature: float) -> Trajectory:
-        assert episode.outcome is not None
-        segments = episode.segments
         if episode.handle is not None:
-            routes = self._engine.routes(episode.handle)
+            # At once, not with the last episode of the round: the engine carries every live context along.
+            episode.routes = self._engine.routes(episode.handle)
             self._engine.release(episode.handle)
-            if routes is not None:
-                segments = _attach_routes(segments, routes)
-        if episode.env is not None:
-            episode.env.close()
-        return Trajectory(
-            key=episode.spec.key,
-            task=episode.spec.task,
-            segments=tuple(segments),
-            outcome=episode.outcome,
-            versions=tuple(episode.versions),
-            temperature=temperature or 1.0,
-            stats=episode.stats,
-        )
-
-    def _with_deadline(self, calls: list[tuple[Any, Callable[[], Any]]]) -> list[tuple[Any, Any]]:
-        """Run environment code in threads; a call's result is what it returned, or the exception that it cost."""
-        futures: list[tuple[Any, Future[Any]]] = [(owner, self._pool.submit(call)) for owner, call in calls]
-        results: list[tuple[Any, Any]] = []
-        for owner, future in futures:
-            try:
-                results.append((owner, future.result(timeout=self._config.step_timeout_s)))
-            except FutureTimeoutError:
-                # The thread cannot be killed; a fresh pool keeps hung ones from starving the other episodes.
-                self._pool.shutdown(wait=False, cancel_futures=False)
-                self._pool = ThreadPoolExecutor(_POOL_THREADS, thread_name_prefix="k3rl-env")
-                results.append((owner, TimeoutError(f"no answer within {self._config.step_timeout_s} s")))
-            except Exception as error:
-                # Whatever an environment raises is that episode's outcome, with its text kept.
-                results.append((owner, error))
-        return results
 
 
-def _describe(error: Exception) -> str:
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an environment said to an action."""
+
+    ids: list[int]
+    terminated: bool
+    truncated: bool
+    info: StepInfo
+
+
+def _to_trajectory(episode: _Episode, temperature: float) -> Trajectory:
+    assert episode.outcome is not None
+    segments = episode.segments
+    return Trajectory(
+        key=episode.spec.key,
+        task=episode.spec.task,
+        segments=tuple(segments if episode.routes is None else _attach_routes(segments, episode.routes)),
+        outcome=episode.outcome,
+        versions=tuple(episode.versions),
+        temperature=temperature or 1.0,
+        stats=episode.stats,
+    )
+
+
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3rl.envs.registry import make
-from k3rl.trajectory import Outcome, PolicyVersion, Segment, SegmentKind, Trajectory
+from k3rl.trajectory import Outcome, PolicyVersion, Reward, Segment, SegmentKind, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,13 +59,20 @@ def _demonstrate_one(
         for _ in range(config.max_turns):
             action = policy.act(history)
             append("action", chat_format.render_action(action))
-            observation, _, terminated, _, info = env.step(action)
+            observation, _, terminated, truncated, info = env.step(action)
             segments[-1] = replace(segments[-1], rewards=tuple(info["k3rl"].rewards))
             if terminated:
                 outcome = Outcome(status="completed")
                 break
             history += observation
             append("observation", chat_format.render_observation(observation))
+            if truncated:
+                outcome = Outcome(status="truncated", limit="environment")
+                break
+        if outcome.status == "truncated" and not any(r.name == "outcome" for s in segments for r in s.rewards):
+            # As in the agent loop: what was cut before it was graded is not done.
+            at = max(i for i, segment in enumerate(segments) if segment.kind == "action")
+            segments[at] = replace(segments[at], rewards=(*segments[at].rewards, Reward("outcome", 0.0)))
     finally:
         env.close()
     return Trajectory(key=spec.key, task=spec.task, segments=tuple(segments), outcome=outcome, versions=(DEMONSTRATOR,))

@@ -8,6 +8,7 @@ dropped before the next forward.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -80,6 +81,11 @@ class K3Engine:
             raise EngineError("a request needs at least one token of context")
         if request.max_tokens < 1:
             raise EngineError(f"max_tokens must be at least 1, got {request.max_tokens}")
+        if not 0 <= request.temperature < math.inf:
+            raise EngineError(f"temperature must be 0 or a positive number, got {request.temperature}")
+        # Checked here, where it costs this request only: in the forward it would cost the whole batch.
+        if min(request.token_ids) < 0 or max(request.token_ids) >= self._config.vocab_size:
+            raise EngineError(f"a token id is outside of the vocabulary of {self._config.vocab_size}")
         if request.handle is None:
             row = _Row(handle=next(self._handles), context=[])
             self._rows.append(row)
@@ -112,6 +118,10 @@ class K3Engine:
         uniforms = torch.tensor([a.uniforms[len(a.token_ids)] for _, _, a in active], dtype=torch.float64)
         ids, logprobs = sample_tokens(last_rows, self._model.lm_head.weight, uniforms, temperatures)
         if not torch.isfinite(logprobs).all():
+            # These requests are over: their contexts must neither be continued nor keep better weights out.
+            for _, row, _ in active:
+                row.active = None
+                self._released.add(row.handle)
             raise EngineError(f"weights {self._version} give a log-probability that is not finite")
         return [
             completion

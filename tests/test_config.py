@@ -131,3 +131,22 @@ def test_configs_are_frozen() -> None:
     config: RunConfig = load_config(DEMO)
     with pytest.raises(AttributeError):
         config.seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["checkpoint_every", "checkpoints_kept", "rollout.num_workers", "rollout.group_size", "sft.eval_every"]
+    + ["evaluation.num_tasks", "learner.threads", "environment.max_turns"],
+)
+def test_a_count_of_zero_is_refused_before_the_run_starts(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: must be at least 1"):
+        load_config(DEMO, [f"{key}=0"])
+
+
+def test_reward_components_are_checked_and_given_ones_replace_the_default(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "")).rewards == {"outcome": 1.0}
+    assert load_config(write(tmp_path, "rewards: {milestone: 1.0}\n")).rewards == {"milestone": 1.0}
+    with pytest.raises(ConfigError, match=r"rewards: no component \['outcom'\].*Did you mean 'outcome'"):
+        load_config(write(tmp_path, "rewards: {outcom: 1.0}\n"))
+    with pytest.raises(ConfigError, match=r"buffer\.signal: no component 'xx'"):
+        load_config(DEMO, ["buffer.signal=xx"])

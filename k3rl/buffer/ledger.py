@@ -168,10 +168,13 @@ class Ledger:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
+                self._db.execute("COMMIT")
+            except BaseException as error:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                if isinstance(error, sqlite3.Error):
+                    raise LedgerError(f"{self.path}: {error}; the transaction was undone") from error
                 raise
-            self._db.execute("COMMIT")
         finally:
             self._depth -= 1
 
@@ -240,7 +243,8 @@ class Ledger:
     def restore(self, consumed: ConsumedSet) -> RestoreReport:
         """Make the ledger agree with the manifest that was loaded (``ConsumedSet()`` when there is none).
 
-        Leases, commits and drops after ``consumed.step`` return to sealed; what was running is dropped("lost").
+        Leases, commits and drops after ``consumed.step`` return to sealed; what was running is dropped("lost"). What
+        weights after ``consumed.step`` sampled comes from a future that is gone: dropped("future"), to be sampled again.
         Raises LedgerError when manifest and ledger are not of one run.
         """
         with self.transaction():
@@ -257,6 +261,9 @@ class Ledger:
                     returned += 1
             lost = tuple(attempt.key for attempt in self.attempts(states=("issued",)))
             self.drop(lost, "lost")
+            last = max(consumed.step, 0)  # before the first manifest the weights of step 0 are the initial ones
+            sealed = self.attempts(states=("sealed",))
+            self.drop([a.key for a in sealed if a.policy_step is not None and a.policy_step > last], "future")
             committed = self._db.execute("SELECT count(*) FROM attempts WHERE state = 'committed'").fetchone()[0]
             return RestoreReport(committed=committed, returned=returned, lost=lost)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from k3rl.buffer.ledger import Attempt, Ledger, Seal, SealResult
@@ -82,6 +82,11 @@ class Buffer:
         waiting = {a.key.ordinal for a in out if (a.key.ordinal, a.key.sample) not in alive}
         groups = itertools.groupby(sealed, key=lambda attempt: attempt.key.ordinal)
         return [list(attempts) for ordinal, attempts in groups if ordinal not in waiting]
+
+    def sealed(self, ordinals: Collection[int]) -> list[Trajectory]:
+        """Trajectories of the ready groups among ``ordinals``, in order of key, damaged ones left out; for metrics."""
+        groups = [group for group in self.ready_groups() if group[0].key.ordinal in ordinals]
+        return [trajectory for group in groups for trajectory in self._read(group)[1]]
 
     def close(self) -> None:
         """Close the ledger."""

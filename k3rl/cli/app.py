@@ -27,7 +27,7 @@ DryRun = Annotated[
 
 @contextmanager
 def _user_errors() -> Iterator[None]:
-    """Turn our own errors into one clear line: exit code 2 for the user's input, 1 for everything else."""
+    """Turn our own errors into one clear line: exit code 2 for the user's input, 130 for Ctrl-C, 1 otherwise."""
     from k3rl.errors import ConfigError, K3rlError
 
     try:
@@ -35,6 +35,9 @@ def _user_errors() -> Iterator[None]:
     except ConfigError as error:
         typer.secho(f"error: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
+    except KeyboardInterrupt as error:
+        typer.secho("interrupted; what is saved is whole, go on with --resume", fg="yellow", err=True)
+        raise typer.Exit(130) from error
     except K3rlError as error:
         typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
         raise typer.Exit(1) from error

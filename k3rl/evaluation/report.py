@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from k3rl.errors import EnvError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -31,16 +33,14 @@ class EvaluationReport:
     truncated_frac: float
 
     def row(self) -> dict[str, str]:
-        """The report as the columns of a table."""
+        """The report as columns; with a name of 16 characters they fit into 80."""
         return {
             "success": f"{self.success:.3f}",
-            "95 % interval": f"{self.success_low:.3f} to {self.success_high:.3f}",
+            "95 %": f"{self.success_low:.2f}-{self.success_high:.2f}",
             "turns": f"{self.turns:.2f}",
-            "tool calls": f"{self.tool_calls:.2f}",
             "valid calls": f"{self.valid_call_frac:.3f}",
-            "tokens": f"{self.sampled_tokens:.1f}",
-            "truncated": f"{self.truncated_frac:.3f}",
-            "tasks": str(self.num_tasks),
+            "tokens": f"{self.sampled_tokens:.0f}",
+            "cut": f"{self.truncated_frac:.2f}",
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,8 +60,11 @@ def wilson_interval(successes: int, total: int, z: float = 1.959964) -> tuple[fl
 
 
 def summarise(trajectories: Sequence[Trajectory]) -> EvaluationReport:
-    """Pool episodes into one report."""
+    """Pool episodes into one report. Raises EnvError when not one of them was scored: that is no success rate of 0."""
     scored = [t for t in trajectories if t.total_reward(["outcome"]) is not None]
+    if not scored:
+        details = sorted({t.outcome.detail for t in trajectories if t.outcome.detail})
+        raise EnvError(f"not one of {len(trajectories)} episodes was scored; {'; '.join(details[:3]) or 'no detail'}")
     successes = sum((t.total_reward(["outcome"]) or 0.0) >= 1.0 for t in scored)
     low, high = wilson_interval(successes, len(scored))
     n = max(1, len(scored))

@@ -95,8 +95,11 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Rows of a ``metrics.jsonl``, one a step (a step that a resumed run took again counts once, its last time)."""
-    by_step = {row["step"]: row for row in read_lines(path)}
+    """Rows of a ``metrics.jsonl``, one a step. Lines of one step are merged; of a number written twice the last counts,
+    since a resumed run takes steps again."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in read_lines(path):
+        by_step[row["step"]] = by_step.get(row["step"], {}) | row
     return [by_step[step] for step in sorted(by_step)]
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from k3rl.errors import StarvedError
+from k3rl.errors import K3rlError, StarvedError, WorkerDiedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -48,15 +49,41 @@ def make_actor(cls: type, *args: Any, name: str) -> Any:
 
 
 def wait_for(refs: Sequence[Any], names: Sequence[str], timeout_s: float, what: str) -> list[Any]:
-    """Results of all ``refs``, or a StarvedError that says who is late; an actor's own error is raised as it is."""
-    import ray
-    from ray.exceptions import RayTaskError
+    """Results of all ``refs``; the first that fails ends the waiting.
 
-    _, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-    if late:
-        missing = [name for name, ref in zip(names, refs, strict=True) if ref in late]
-        raise StarvedError(f"{what}: no answer from {', '.join(missing)} within {timeout_s:g} s")
+    Raises StarvedError that says who is late, WorkerDiedError that says who is gone, or what an actor itself raised.
+    """
+    import ray
+
+    owners = dict(zip(refs, names, strict=True))
+    deadline = time.monotonic() + timeout_s
+    results: dict[Any, Any] = {}
+    waiting = list(refs)
+    while waiting:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(owners[ref] for ref in waiting)
+            raise StarvedError(f"{what}: no answer from {late} within {timeout_s:g} s")
+        for ref in ready:
+            results[ref] = _result(ref, owners[ref], what)
+    return [results[ref] for ref in refs]
+
+
+def _result(ref: Any, name: str, what: str) -> Any:
+    import ray
+    from ray.exceptions import RayActorError, RayError, RayTaskError
+
     try:
-        return ray.get(list(refs), timeout=timeout_s)
+        return ray.get(ref)
     except RayTaskError as error:
+        if isinstance(error.cause, K3rlError):
+            raise error.cause from error  # it says all in one line; where it was raised is in ``__cause__``
         raise error.as_instanceof_cause() from error
+    except RayActorError as error:
+        raise WorkerDiedError(f"{what}: {name} died: {_first_line(error)}; go on with --resume") from error
+    except RayError as error:
+        raise WorkerDiedError(f"{what}: the answer of {name} is lost: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

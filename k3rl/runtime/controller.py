@@ -21,15 +21,16 @@ from k3rl.buffer.sampler import Buffer
 from k3rl.config import to_dict
 from k3rl.errors import ConfigError, StarvedError
 from k3rl.evaluation.report import EvaluationReport, summarise
-from k3rl.learner.worker import LearnerWorker
-from k3rl.observe.console import progress, table
+from k3rl.observe.console import progress
 from k3rl.observe.tracker import MetricsWriter
 from k3rl.rewards.compose import signal_reason
 from k3rl.rollout.agent_loop import EpisodeSpec
-from k3rl.rollout.worker import RolloutWorker
-from k3rl.runtime.cluster import make_actor, ray_session, wait_for
+from k3rl.runtime.actors import Actors
+from k3rl.runtime.checks import check_runnable
+from k3rl.runtime.cluster import ray_session
 from k3rl.runtime.event_log import EventLog
 from k3rl.runtime.rollout_metrics import rollout_metrics
+from k3rl.runtime.summary import write_summary
 from k3rl.trajectory import PolicyVersion, Task, Trajectory, TrajectoryKey
 
 if TYPE_CHECKING:
@@ -63,7 +64,10 @@ class Progress:
 
 
 def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Run a job to its end and return its summary (also written to ``summary.json``)."""
+    """Run a job to its end and return its summary (also written to ``summary.json``).
+
+    Raises ConfigError before anything is started or written; after any other error the run can be resumed.
+    """
     run_dir = config.run_dir
     config_path = run_dir / "config.json"
     if resume and not config_path.exists():
@@ -72,6 +76,7 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         raise ConfigError(f"run folder {run_dir} is in use: go on with --resume, or choose another name=")
     if resume:
         _refuse_another_run(config, json.loads(config_path.read_text()))
+    check_runnable(config)
     run_dir.mkdir(parents=True, exist_ok=True)
     config_path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
     started = time.perf_counter()
@@ -99,6 +104,7 @@ class Controller:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.progress = Progress()
+        self.actors = Actors(config)  # before any file is open
         self.metrics = MetricsWriter(config.run_dir)
         self.events = EventLog(config.run_dir / "events.jsonl")
         self.buffer = Buffer(
@@ -106,14 +112,11 @@ class Controller:
             max_staleness=config.buffer.max_staleness,
             no_signal=self._no_signal if config.buffer.drop_no_signal else None,
         )
-        self.learner = make_actor(LearnerWorker, config, name="learner")
-        self.worker_names = [f"rollout-{i}" for i in range(config.rollout.num_workers)]
-        self.workers = [make_actor(RolloutWorker, config, name=name) for name in self.worker_names]
         self.version = PolicyVersion(incarnation=0, step=0, digest="")
 
     def start(self) -> None:
         """Load the last good checkpoint, if there is one, and give its weights to the rollout workers."""
-        loaded = self._ask_learner("load", self.config.run_dir / "checkpoints")
+        loaded = self.actors.ask_learner("load", self.config.run_dir / "checkpoints")
         consumed = ConsumedSet()
         if loaded is not None:
             state, consumed_json, damaged = loaded
@@ -140,46 +143,51 @@ class Controller:
             self._rl()
         if self.progress.phase == "final":
             self._final()
-        return self._summarise()
+        return write_summary(self.config, self.progress, self.buffer.ledger.counts())
 
     # --- phases -------------------------------------------------------------------------------------------------------
 
     def _sft(self) -> None:
         config, at = self.config.sft, self.progress
-        if config.max_steps:
-            demonstrated = self._ask_workers(
+        if config.max_steps and "demonstrator" not in at.reports:
+            demonstrated = self.actors.play(
                 "demonstrate", self._specs("validation", self.config.evaluation.num_tasks), "demonstrations"
             )
             at.reports["demonstrator"] = summarise(demonstrated).to_dict()
             print(f"demonstrator: success {at.reports['demonstrator']['success']:.3f}")
+        if config.max_steps:
             self._sft_steps(config.max_steps)
             self._publish()
             self._evaluate_into("after_sft")
-        self._ask_learner("save", self.config.run_dir / "after_sft", **self._checkpoint_state(), keep=1)
+        self.actors.ask_learner("save", self.config.run_dir / "after_sft", **self._checkpoint_state(), keep=1)
         at.phase = "rl"
-        self._ask_learner("begin", "rl")
+        self.actors.ask_learner("begin", "rl")
         self._checkpoint()
 
     def _sft_steps(self, max_steps: int, for_seconds: float | None = None) -> None:
         """Imitate until validation success stops rising; or, given ``for_seconds``, for that long without looking."""
         config, at = self.config.sft, self.progress
-        self._ask_learner("begin", "sft")
+        self.actors.ask_learner("begin", "sft")
         started = time.perf_counter()
-        demonstrations = self._start("demonstrate", self._sft_specs(at.sft_step))
+        demonstrations = self.actors.start("demonstrate", self._sft_specs(at.sft_step))
         with progress("SFT", max_steps) as bar:
             while at.sft_step < max_steps:
-                batch = self._collect(demonstrations, "demonstrations")
-                demonstrations = self._start("demonstrate", self._sft_specs(at.sft_step + 1))
-                scalars = self._ask_learner("update", batch).scalars()
+                batch = self.actors.collect(demonstrations, "demonstrations")
+                demonstrations = self.actors.start("demonstrate", self._sft_specs(at.sft_step + 1))
+                scalars = self.actors.ask_learner("update", batch).scalars()
                 at.sft_step += 1
                 self.metrics.write(at.sft_step, {f"sft/{name}": value for name, value in scalars.items()})
                 bar.advance(note=f"loss {scalars.get('train/loss', math.nan):.3f}")
                 if for_seconds is not None:
                     if time.perf_counter() - started > for_seconds:
                         break
-                elif at.sft_step % config.eval_every == 0 and self._sft_has_peaked():
-                    break
-        self._collect(demonstrations, "demonstrations")
+                elif at.sft_step % config.eval_every == 0:
+                    if self._sft_has_peaked():
+                        break
+                    at.spend("sft", started)
+                    started = time.perf_counter()
+                    self._checkpoint()
+        self.actors.collect(demonstrations, "demonstrations")
         at.spend("sft" if for_seconds is None else "sft_only", started)
 
     def _sft_has_peaked(self) -> bool:
@@ -198,26 +206,25 @@ class Controller:
         if not config.steps:
             at.phase = "final"
             return
-        print(f"objective: {self._ask_learner('formula')}")
+        print(f"objective: {self.actors.ask_learner('formula')}")
         is_async = config.schedule == "one_step_async"
         pending = None
         starved = 0
         with progress("RL", config.steps - at.rl_step) as bar:
             while at.rl_step < config.steps:
                 started = time.perf_counter()
-                batch = self._seal(pending or self._start_rollouts(at.rl_step))
+                batch = self._seal(at.rl_step, pending or self._start_rollouts(at.rl_step))
                 # One step ahead: the next rollouts run on the weights of now while the learner changes them.
                 pending = self._start_rollouts(at.rl_step + 1) if is_async and at.rl_step + 1 < config.steps else None
                 starved = 0 if self._train_step(batch) else starved + 1
                 if starved == MAX_STARVED_STEPS:
                     dropped = self.buffer.ledger.counts().dropped
                     raise StarvedError(f"no group to learn from in {starved} steps in a row; dropped so far: {dropped}")
-                if pending is None:
-                    self._publish()
+                self._publish()  # takes effect behind the rollouts that run, which keep the weights that they began on
                 at.spend("rl", started)
                 reward = rollout_metrics(batch, config.rewards).scalars().get("rollout/reward", math.nan)
                 bar.advance(note=f"reward {reward:.3f}")
-                self._after_rl_step(may_evaluate=pending is None)
+                self._after_rl_step()
         at.phase = "final"
         self._checkpoint()
 
@@ -231,7 +238,7 @@ class Controller:
         self.events.lease(at.rl_step + 1, [t.key for t in batch], [a.digest or "" for a in attempts if a is not None])
         metrics = rollout_metrics(sampled, self.config.rewards)
         if batch:
-            for name, metric in self._ask_learner("update", batch):
+            for name, metric in self.actors.ask_learner("update", batch):
                 metrics.add(name, metric)
             at.max_logprob_gap = max(at.max_logprob_gap, metrics.scalars().get("train/logprob_gap_max", 0.0))
         at.rl_step += 1
@@ -239,10 +246,10 @@ class Controller:
         self.events.step(at.rl_step, metrics.scalars())
         return bool(batch)
 
-    def _after_rl_step(self, *, may_evaluate: bool) -> None:
+    def _after_rl_step(self) -> None:
         config, at = self.config, self.progress
         every = config.evaluation.every
-        if every and at.rl_step % every == 0 and may_evaluate:
+        if every and at.rl_step % every == 0:
             report = self.evaluate(config.evaluation.split, config.evaluation.num_tasks, config.rollout.temperature)
             at.rl_curve.append([at.rl_step, report.success])
             self.metrics.write(at.rl_step, {"eval/success": report.success})
@@ -255,7 +262,7 @@ class Controller:
         if config.steps:
             self._evaluate_into("after_rl")
         if config.steps and config.sft.max_steps and config.evaluation.sft_only_baseline:
-            self._ask_learner("load", config.run_dir / "after_sft")
+            self.actors.ask_learner("load", config.run_dir / "after_sft")
             self._sft_steps(at.sft_step + 1_000_000, for_seconds=at.seconds["rl"])
             self._publish()
             self._evaluate_into("sft_only")
@@ -266,7 +273,7 @@ class Controller:
     def evaluate(self, split: str, num_tasks: int, temperature: float) -> EvaluationReport:
         """Play held-out tasks with the seeds of every other evaluation."""
         specs = self._specs(split, num_tasks)
-        return summarise(self._ask_workers("rollout", specs, "evaluation", temperature, self.config.evaluation.seed))
+        return summarise(self.actors.play("rollout", specs, "evaluation", temperature, self.config.evaluation.seed))
 
     def _evaluate_into(self, name: str) -> None:
         """Evaluate sampled and greedy; keep both reports under ``name``."""
@@ -284,7 +291,7 @@ class Controller:
         """Issue the attempts of a step that are not sealed yet, and start them."""
         config = self.config
         specs, keys = [], []
-        for ordinal in range(step * config.rollout.groups_per_step, (step + 1) * config.rollout.groups_per_step):
+        for ordinal in self._step_ordinals(step):
             # Tasks that no demonstration has shown.
             index = config.sft.max_steps * config.sft.batch_size + ordinal
             task = Task(environment=config.environment.id, split="train", index=index)
@@ -295,7 +302,7 @@ class Controller:
                     specs.append(EpisodeSpec(key=key, task=task))
         self.buffer.ledger.issue(keys, [spec.task for spec in specs])
         self.events.issue(keys, [spec.task for spec in specs], self.version)
-        return self._start("rollout", specs, config.rollout.temperature, config.seed)
+        return self.actors.start("rollout", specs, config.rollout.temperature, config.seed)
 
     def _next_attempt(self, ordinal: int, sample: int) -> TrajectoryKey | None:
         """The attempt to issue for a sample, or None when one is sealed already."""
@@ -305,12 +312,19 @@ class Controller:
         attempt = max((a.key.attempt for a in earlier), default=-1) + 1
         return TrajectoryKey(ordinal=ordinal, sample=sample, attempt=attempt)
 
-    def _seal(self, pending: list[Any]) -> list[Trajectory]:
-        trajectories: list[Trajectory] = self._collect(pending, "rollouts")
+    def _step_ordinals(self, step: int) -> range:
+        groups = self.config.rollout.groups_per_step
+        return range(step * groups, (step + 1) * groups)
+
+    def _seal(self, step: int, pending: list[Any]) -> list[Trajectory]:
+        """Make what was sampled durable; return it with what the step had sealed before a restart."""
+        trajectories = self.actors.collect(pending, "rollouts")
         if trajectories:
             self.buffer.add_group(trajectories)
             self.events.seal([t.key for t in trajectories], [])
-        return trajectories
+        ordinals = self._step_ordinals(step)
+        is_whole = len(trajectories) == len(ordinals) * self.config.rollout.group_size
+        return trajectories if is_whole else self.buffer.sealed(ordinals)
 
     def _no_signal(self, group: Sequence[Trajectory]) -> str | None:
         return signal_reason(group, self.config.rewards, self.config.buffer.signal)
@@ -328,45 +342,16 @@ class Controller:
             for i in range(first, first + num)
         ]
 
-    # --- actors -------------------------------------------------------------------------------------------------------
-
-    def _ask_learner(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        ref = getattr(self.learner, method).remote(*args, **kwargs)
-        return wait_for([ref], ["learner"], self.config.learner.timeout_s, method)[0]
-
-    def _start(self, method: str, specs: Sequence[EpisodeSpec], *args: Any) -> list[Any]:
-        """Spread episodes over the workers, whole groups to one worker in turn; results keep no order of their own."""
-        n = len(self.workers)
-        size = self.config.rollout.group_size
-        shares = [[s for i, s in enumerate(specs) if (i // size) % n == w] for w in range(n)]
-        return [
-            getattr(worker, method).remote(share, *args) for worker, share in zip(self.workers, shares, strict=True)
-        ]
-
-    def _collect(self, refs: list[Any], what: str) -> list[Trajectory]:
-        shares = wait_for(refs, self.worker_names, self.config.rollout.timeout_s, what)
-        return sorted((t for share in shares for t in share), key=lambda t: t.key)
-
-    def _ask_workers(self, method: str, specs: Sequence[EpisodeSpec], what: str, *args: Any) -> list[Trajectory]:
-        return self._collect(self._start(method, specs, *args), what)
-
     def _publish(self) -> None:
-        """Give the learner's weights to every rollout worker; each answers with the digest of what it now serves."""
+        """Give the learner's weights to every rollout worker."""
         at = self.progress
-        version, tensors = self._ask_learner("publish", at.incarnation, at.rl_step)
-        import ray
-
-        shared = ray.put(tensors)
-        refs = [worker.update_weights.remote(version, shared) for worker in self.workers]
-        digests = wait_for(refs, self.worker_names, self.config.rollout.timeout_s, "weight update")
-        assert set(digests) == {version.digest}
-        self.version = version
-        self.events.publish(at.rl_step, version)
+        self.version = self.actors.publish(at.incarnation, at.rl_step)
+        self.events.publish(at.rl_step, self.version)
 
     def _checkpoint(self) -> None:
         """Publish weights, optimizer and consumed set in one manifest, then commit what it names."""
         at = self.progress
-        path = self._ask_learner(
+        path = self.actors.ask_learner(
             "save",
             self.config.run_dir / "checkpoints",
             **self._checkpoint_state(),
@@ -383,31 +368,3 @@ class Controller:
             "state": asdict(at),
             "consumed": self.buffer.ledger.consumed(at.rl_step).to_json(),
         }
-
-    def _summarise(self) -> dict[str, Any]:
-        at, config = self.progress, self.config
-        counts = self.buffer.ledger.counts()
-        seconds = {name: at.seconds.get(name, 0.0) for name in ("setup", "sft", "rl", "sft_only", "eval")}
-        summary = {
-            **{f"success_{name}": report["success"] for name, report in at.reports.items()},
-            **{f"{name}_s": round(value, 2) for name, value in seconds.items()},
-            "total_s": round(sum(seconds.values()), 2),
-            "max_logprob_gap": at.max_logprob_gap,
-            "trajectories": {
-                "issued": counts.issued,
-                "committed": counts.by_state.get("committed", 0),
-                "dropped": counts.dropped,
-            },
-            "seed": config.seed,
-            "sft_curve": at.sft_curve,
-            "rl_curve": at.rl_curve,
-            "reports": at.reports,
-        }
-        path = config.run_dir / "summary.json"
-        path.write_text(json.dumps(summary, indent=1) + "\n")
-        table("Held-out tasks", [{"policy": n, **EvaluationReport(**r).row()} for n, r in at.reports.items()])
-        table("Seconds", [{**seconds, "total": summary["total_s"]}])
-        table("Trajectories", [{"issued": counts.issued, **counts.by_state, **counts.dropped}])
-        print(f"max |rollout - learner logprob| {at.max_logprob_gap:.2e}")
-        print(f"run folder: {config.run_dir}\nsummary:    {path}\ncurves:     tensorboard --logdir {config.run_dir}")
-        return summary

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from k3rl.errors import K3rlError
 from k3rl.observe.console import table
+from k3rl.runtime.checks import check_objective, check_vocabulary
 
 if TYPE_CHECKING:
     from k3rl.config import RunConfig
@@ -22,9 +23,9 @@ def examine(config: RunConfig) -> bool:
         "python and libraries": _libraries,
         "devices": _devices,
         "run folder": _run_folder,
-        "objective": _objective,
+        "objective": check_objective,
         "environment": _environment,
-        "chat format": _chat_format,
+        "chat format": check_vocabulary,
     }
     rows = []
     for name, check in checks.items():
@@ -57,23 +58,8 @@ def _run_folder(config: RunConfig) -> str:
     return f"{config.run_dir}, {shutil.disk_usage(parent).free / 2**30:.0f} GiB free"
 
 
-def _objective(config: RunConfig) -> str:
-    from k3rl.objective import resolve
-
-    return resolve(config.objective, horizon=config.environment.max_episode_tokens).formula()
-
-
 def _environment(config: RunConfig) -> str:
     from k3rl.envs.checks import check_environment
 
     check_environment(config.environment.id, **config.environment.options)
     return f"{config.environment.id}: gymnasium's checks, determinism, the expert solves it, splits are disjoint"
-
-
-def _chat_format(config: RunConfig) -> str:
-    from k3rl.rollout.chat_format import build_chat_format
-
-    size = build_chat_format(config).tokenizer.vocab_size
-    if size > config.model.vocab_size:
-        raise ValueError(f"model.vocab_size is {config.model.vocab_size}, the format needs {size} tokens")
-    return f"{config.chat_format}, {size} of {config.model.vocab_size} token ids used"

@@ -12,6 +12,7 @@ from k3rl.evaluation.report import EvaluationReport, summarise
 from k3rl.observe.console import table
 from k3rl.rollout.agent_loop import EpisodeSpec
 from k3rl.rollout.worker import RolloutWorker
+from k3rl.runtime.checks import check_runnable
 from k3rl.trajectory import Task, TrajectoryKey
 from k3rl.weights.checkpoint import load, load_latest
 
@@ -26,6 +27,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path | None = None) -> dict[str
 
     Raises CheckpointError when there is no good checkpoint, or when it is of another model.
     """
+    check_runnable(config)
     model = to_dict(config.model)
     if path is not None:
         checkpoint = load(path, model)
@@ -48,7 +50,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path | None = None) -> dict[str
     for name, temperature in (("sampled", config.rollout.temperature), ("greedy", 0.0)):
         started = time.perf_counter()
         reports[name] = summarise(worker.rollout(specs, temperature, at.seed))
-        rows.append({"decoding": name, **reports[name].row(), "seconds": round(time.perf_counter() - started, 1)})
+        rows.append({"decoding": name, **reports[name].row(), "s": round(time.perf_counter() - started, 1)})
     table(f"{path} on {config.environment.id}, split {at.split}", rows)
     out = config.run_dir / "eval.json"
     out.parent.mkdir(parents=True, exist_ok=True)

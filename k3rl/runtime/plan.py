@@ -10,12 +10,12 @@ import torch
 import yaml
 
 from k3rl.config import to_dict
-from k3rl.errors import ConfigError
 from k3rl.learner.worker import LearnerWorker
 from k3rl.model.config import cache_bytes, count_parameters
 from k3rl.observe.console import table
 from k3rl.rollout.agent_loop import EpisodeSpec
 from k3rl.rollout.worker import RolloutWorker
+from k3rl.runtime.checks import check_objective, check_runnable
 from k3rl.trajectory import Task, TrajectoryKey
 
 if TYPE_CHECKING:
@@ -39,15 +39,10 @@ class Estimate:
 
 def print_plan(config: RunConfig) -> Estimate:
     """Print the resolved configuration, the objective and the estimate. Raises ConfigError for what cannot run."""
-    from k3rl.objective import resolve
-
+    formula = check_objective(config)
+    check_runnable(config)
     print(yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None, width=120))
-    objective = resolve(config.objective, horizon=config.environment.max_episode_tokens)
-    if objective.needs_value and not config.model.value_head:
-        raise ConfigError(
-            f"objective.preset: {config.objective.preset!r} needs a value head; set model.value_head: true"
-        )
-    print(objective.formula())
+    print(formula)
     estimate = _estimate(config)
     row: dict[str, object] = {
         "parameters": f"{estimate.parameters:,}",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from k3rl.envs.base import AssistantAction, Message, ToolCall
-from k3rl.envs.tools import ToolEnvironment, ToolError, tool
+from k3rl.envs.base import AssistantAction, Message
+from k3rl.envs.tools import ToolEnvironment, tool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -56,3 +56,67 @@ class _Answers:
 
     def act(self, history: Sequence[Message]) -> AssistantAction:
         return AssistantAction(answer=self._choose())
+
+
+class CountEnvironment(ToolEnvironment):
+    """Count with ``more``; an answer is right when it equals the count. Each count up to 2 is a milestone.
+
+    ``fault`` names what goes wrong in the tasks with an odd index, all others are sound: ``raise_reset``,
+    ``raise_step``, ``exit_step``, ``raise_close``, ``hang_reset``, ``hang_step``, ``no_info``.
+    """
+
+    name = "count"
+    template_words = ("count", "more")
+    closed: ClassVar[list[int]] = []
+    """Task indices of the environments that were closed, -1 for one that had no task."""
+
+    def __init__(self, *, fault: str = "", hang_s: float = 30.0, **options: Any) -> None:
+        super().__init__(**options)
+        self._fault = fault
+        self._hang_s = hang_s
+        self._index = -1
+        self._count = 0
+
+    def start(self, task: Task, rng: np.random.Generator) -> Observation:
+        self._index, self._count = task.index, 0
+        self._fail_at("reset")
+        return (Message(role="user", content=f"count {task.index}"),)
+
+    def step(self, action: AssistantAction) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+        self._fail_at("step")
+        *answer, info = super().step(action)
+        if self._fault == "no_info" and self._index % 2:
+            info = {}
+        return (*answer, info)  # type: ignore[return-value]
+
+    def grade(self, answer: str) -> float:
+        return float(answer == str(self._count))
+
+    def milestone_names(self) -> Collection[str]:
+        return ("one", "two")
+
+    def milestones(self) -> Collection[str]:
+        return ("one", "two")[: self._count]
+
+    def close(self) -> None:
+        self.closed.append(self._index)
+        self._fail_at("close")
+
+    def expert(self) -> Policy:
+        return _Answers(lambda: "0")
+
+    @tool
+    def more(self) -> str:
+        """Count one more."""
+        self._count += 1
+        return str(self._count)
+
+    def _fail_at(self, where: str) -> None:
+        if self._index % 2 == 0:
+            return
+        if self._fault == f"raise_{where}":
+            raise OSError(f"{where} broke")
+        if self._fault == f"exit_{where}":
+            raise SystemExit(3)
+        if self._fault == f"hang_{where}":
+            time.sleep(self._hang_s)

@@ -17,11 +17,14 @@ def attn_res_mix(
 
     A source's score is its RMS-normalised value times ``norm_weight * query``; the values are not normalised.
     """
-    values_STD = torch.stack(list(sources))
-    dtype = values_STD.dtype
-    if dtype in (torch.bfloat16, torch.float16):
-        values_STD = values_STD.float()
-    query_D = norm_weight_D.to(values_STD.dtype) * query_D.to(values_STD.dtype)
-    rstd_ST = torch.rsqrt(values_STD.square().mean(-1) + eps)
-    weights_ST = torch.softmax((values_STD @ query_D) * rstd_ST, dim=0)
-    return (weights_ST.unsqueeze(-1) * values_STD).sum(0).to(dtype)
+    dtype = sources[0].dtype
+    values = [x.float() for x in sources] if dtype in (torch.bfloat16, torch.float16) else sources
+    query_D = norm_weight_D.to(values[0].dtype) * query_D.to(values[0].dtype)
+    scores = [(x @ query_D) * torch.rsqrt(x.square().mean(-1) + eps) for x in values]
+    weights_TS = torch.softmax(torch.stack(scores, dim=-1), dim=-1)
+    # Source by source: stacking them would copy every block at every mix.
+    weights = weights_TS.split(1, dim=-1)
+    mixed_TD = weights[0] * values[0]
+    for weight, value in zip(weights[1:], values[1:], strict=True):
+        mixed_TD = torch.addcmul(mixed_TD, weight, value)
+    return mixed_TD.to(dtype)

@@ -168,10 +168,12 @@ def kda_decode(
     for start in range(0, k.shape[2], TILE):
         k_R, v_R, beta_R = (x[:, :, start : start + TILE] for x in (k, v, beta))
         cumulative = g[:, :, start : start + TILE].cumsum(-2)
-        rise = (cumulative - cumulative[..., :1, :]).exp()
-        decay = cumulative.exp()
-        lower = (beta_R * ((k_R * rise) @ (k_R / rise).transpose(-1, -2))).tril(-1)
+        first = cumulative[..., :1, :]
+        rise = (cumulative - first).exp()
+        decay = rise * first.exp()
+        lower = beta_R * ((k_R * rise) @ (k_R * (first - cumulative).exp()).transpose(-1, -2))
         error = beta_R * (v_R - (k_R * decay) @ state_NHKV)
+        # It reads what is below the diagonal and nothing else.
         delta = torch.linalg.solve_triangular(lower, error, upper=False, unitriangular=True)
         k_end = k_R * (cumulative[..., -1:, :] - cumulative).exp()
         state_NHKV = decay[..., -1, :].unsqueeze(-1) * state_NHKV + k_end.transpose(-1, -2) @ delta
@@ -181,8 +183,9 @@ def kda_decode(
 def _to_parts(rows: torch.Tensor, parts: int) -> torch.Tensor:
     """[N, T, H, X] to [N, parts, H, 16, X], zero rows at the end."""
     num, length, heads, width = rows.shape
-    rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, parts * TILE - length))
-    return rows.view(num, parts, TILE, heads, width).transpose(2, 3)
+    if length < parts * TILE:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, parts * TILE - length))
+    return rows.reshape(num, parts, TILE, heads, width).transpose(2, 3).contiguous()
 
 
 def conv_plan(cu_seqlens: torch.Tensor, taps: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,6 +207,14 @@ def conv_plan(cu_seqlens: torch.Tensor, taps: int) -> tuple[torch.Tensor, torch.
     taps_TW = locate(sequence_T.unsqueeze(1), local_T.unsqueeze(1) + back_W)
     ends_NW = lengths.unsqueeze(1) + torch.arange(width, device=device) - width
     return taps_TW, locate(torch.arange(num, device=device).unsqueeze(1), ends_NW)
+
+
+def conv_decode(
+    inputs_NC: torch.Tensor, weight_CW: torch.Tensor, window_NWC: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`short_conv` of one new token per sequence."""
+    source_NWC = torch.cat([window_NWC.to(inputs_NC.dtype), inputs_NC.unsqueeze(1)], dim=1)
+    return (source_NWC * weight_CW.t()).sum(1), source_NWC[:, 1:]
 
 
 def short_conv(
@@ -233,5 +244,5 @@ def short_conv(
     source = torch.cat([window_NWC.reshape(num * (taps - 1), channels).to(inputs_TC.dtype), inputs_TC])
     out = inputs_TC * weight_CW[:, -1]
     for tap in range(taps - 1):
-        out = out + source.index_select(0, taps_TW[:, tap]) * weight_CW[:, tap]
+        out = torch.addcmul(out, source.index_select(0, taps_TW[:, tap]), weight_CW[:, tap])
     return out, source.index_select(0, ends_NW.flatten()).view(num, taps - 1, channels)

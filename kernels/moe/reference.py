@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NUM_BINS = 1000
+DENSE_WORK = 2**22
+"""Up to this many multiplications by w1, all experts of all tokens cost less than the sorting and the small calls."""
 
 
 def router_scores(inputs_TD: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
@@ -56,10 +58,30 @@ def apply_experts(
 ) -> torch.Tensor:
     """Sum over slots of ``weight * w2(activation(w1 x, w3 x))``, [T, D]; slots are added in order, in float32."""
     tokens, top_k = ids_Tk.shape
+    if tokens * w1_EFD.numel() <= DENSE_WORK:
+        gate_ETF, up_ETF = (inputs_TD @ w.transpose(1, 2) for w in (w1_EFD, w3_EFD))
+        all_ETD = activation(gate_ETF, up_ETF) @ w2_EDF.transpose(1, 2)
+        expert_TkD = all_ETD[ids_Tk, torch.arange(tokens, device=ids_Tk.device).unsqueeze(1)]
+    else:
+        expert_TkD = _sorted_experts(inputs_TD, ids_Tk, w1_EFD, w2_EDF, w3_EFD, activation)
+    total = weights_Tk[:, 0, None] * expert_TkD[:, 0]
+    for slot in range(1, top_k):
+        total = total + weights_Tk[:, slot, None] * expert_TkD[:, slot]
+    return total.to(inputs_TD.dtype)
+
+
+def _sorted_experts(
+    inputs_TD: torch.Tensor,
+    ids_Tk: torch.Tensor,
+    w1_EFD: torch.Tensor,
+    w2_EDF: torch.Tensor,
+    w3_EFD: torch.Tensor,
+    activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Each slot's expert output [T, k, D]; an expert computes the rows that chose it and no other."""
+    tokens, top_k = ids_Tk.shape
     flat_M = ids_Tk.reshape(tokens * top_k)
     order_M = torch.argsort(flat_M, stable=True)
-    if len(order_M) == 0:
-        return torch.zeros_like(inputs_TD)
     counts = torch.bincount(flat_M, minlength=w1_EFD.shape[0]).tolist()
     rows = inputs_TD.index_select(0, order_M // top_k).split(counts)
     # One activation over all experts' rows: it is elementwise, and eight small calls cost far more than a large one.
@@ -69,11 +91,7 @@ def apply_experts(
     outputs = [x @ w.t() for x, w in zip(middle, w2_EDF.unbind(0), strict=True) if len(x)]
     inverse_M = torch.empty_like(order_M)
     inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
-    expert_TkD = torch.cat(outputs).index_select(0, inverse_M).view(tokens, top_k, inputs_TD.shape[1])
-    total = weights_Tk[:, 0, None] * expert_TkD[:, 0]
-    for slot in range(1, top_k):
-        total = total + weights_Tk[:, slot, None] * expert_TkD[:, slot]
-    return total.to(inputs_TD.dtype)
+    return torch.cat(outputs).index_select(0, inverse_M).view(tokens, top_k, inputs_TD.shape[1])
 
 
 def required_bias(scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:

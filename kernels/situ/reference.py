@@ -12,4 +12,5 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
     """
     narrow = gate.dtype in (torch.bfloat16, torch.float16)
     a, b = (gate.float(), up.float()) if narrow else (gate, up)
-    return (beta * torch.tanh(a / beta) * torch.sigmoid(a) * (linear_beta * torch.tanh(b / linear_beta))).to(gate.dtype)
+    bounded = torch.tanh(a * (1 / beta)) * torch.tanh(b * (1 / linear_beta))
+    return (bounded * (beta * linear_beta) * torch.sigmoid(a)).to(gate.dtype)

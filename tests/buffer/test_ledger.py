@@ -344,3 +344,15 @@ def test_reissuing_names_the_next_attempt_of_dropped_samples_only_while_nothing_
     ledger.restore(ConsumedSet())  # the drop is undone, but its successor lives
     assert [state(ledger, k) for k in (key(0, 0), key(0, 1), again[0])] == ["dropped", "sealed", "sealed"]
     ledger.check_laws()
+
+
+def test_what_a_discarded_future_sampled_is_dropped_and_named_for_sampling_again() -> None:
+    ledger = Ledger(":memory:")
+    issue(ledger, key(0, 0), key(1, 0))
+    ledger.seal([dataclasses.replace(sealed(key(0, 0)), policy_step=0)])
+    ledger.seal([dataclasses.replace(sealed(key(1, 0)), policy_step=1)])
+    ledger.restore(ConsumedSet())
+    assert [a.key for a in ledger.attempts(states=("sealed",))] == [key(0, 0)]
+    assert ledger.counts().dropped == {"future": 1}
+    assert [a.key for a in ledger.reissuable()] == [key(1, 0)]
+    ledger.check_laws()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from k3rl.errors import EnvError
 from k3rl.evaluation.report import summarise, wilson_interval
 from k3rl.trajectory import Outcome, Reward, Segment, Task, Trajectory, TrajectoryKey
 
@@ -55,3 +56,8 @@ def test_b10_call_validity_is_pooled_over_calls_and_turns_over_episodes() -> Non
     assert report.valid_call_frac == pytest.approx(0.9)
     assert report.success == 0.5
     assert report.turns == 5.0
+
+
+def test_an_evaluation_in_which_nothing_was_scored_is_an_error_and_not_zero() -> None:
+    with pytest.raises(EnvError, match="not one of 2 episodes was scored"):
+        summarise([episode(0, None, 0, 0), episode(1, None, 0, 0)])

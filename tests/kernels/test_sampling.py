@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from k3rl.kernels.linear_logprob import linear_logprob
 from k3rl.kernels.sampling import sample_tokens
 
 
@@ -55,3 +56,12 @@ def test_a_row_is_sampled_alike_alone_and_in_a_batch() -> None:
         for i in range(33)
     ]
     assert ids.tolist() == alone
+
+
+def test_sampler_and_learner_score_alike_in_bfloat16_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 1024, generator=generator).bfloat16()
+    weight = (torch.randn(4096, 1024, generator=generator) / 32).bfloat16()
+    uniforms = torch.rand(8, generator=generator, dtype=torch.float64)
+    ids, logprobs = sample_tokens(hidden, weight, uniforms, torch.full((8,), 0.7))
+    assert (linear_logprob(hidden, weight, ids, 0.7)[0] - logprobs).abs().max() <= 1e-6
