@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from k3rl.errors import K3rlError
 from k3rl.observe.console import table
 from k3rl.runtime.checks import check_objective, check_vocabulary
 
@@ -23,7 +22,7 @@ def examine(config: RunConfig) -> bool:
         "python and libraries": _libraries,
         "devices": _devices,
         "run folder": _run_folder,
-        "objective": check_objective,
+        "objective": lambda c: check_objective(c).splitlines()[0],
         "environment": _environment,
         "chat format": check_vocabulary,
     }
@@ -31,7 +30,7 @@ def examine(config: RunConfig) -> bool:
     for name, check in checks.items():
         try:
             rows.append({"check": name, "result": "ok", "detail": check(config)})
-        except (K3rlError, AssertionError, ImportError, OSError, ValueError) as error:
+        except Exception as error:  # whatever is wrong with a part, say so and look at the next one
             rows.append({"check": name, "result": "FAILED", "detail": f"{type(error).__name__}: {error}"})
     table(f"k3rl doctor: {config.name}", rows)
     return all(row["result"] == "ok" for row in rows)

@@ -341,5 +341,6 @@ def test_the_doctor_passes_the_demo_and_names_what_is_broken(tmp_path: Path, mon
     code, output = k3rl("doctor", job(tmp_path, "j").config, "environment.id=k3rl_hopeless:Hopeless")
     assert (code, "FAILED" in output) == (1, True), output
     assert "expert" in output
-    code, output = k3rl("doctor", job(tmp_path, "k").config, "model.vocab_size=16")
-    assert (code, "model.vocab_size" in output) == (1, True), output
+    for change, named in (("model.vocab_size=16", "model.vocab_size"), ("environment.options.colour=red", "colour")):
+        code, output = k3rl("doctor", job(tmp_path, "k").config, change)
+        assert (code, named in output) == (1, True), output
