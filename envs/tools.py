@@ -160,7 +160,7 @@ class ToolEnvironment(MessageEnvironment):
         return observation, total, terminated, truncated, {"k3rl": info}
 
     def _respond(self, action: AssistantAction) -> tuple[Observation, int, int]:
-        """Messages that answer the action, number of calls, number of invalid ones; no action at all is an invalid call."""
+        """Messages that answer the action, number of calls, number of invalid ones (no action at all is one)."""
         if action.error is not None:
             return (self._error(None, action.error.kind, action.error.message),), 1, 1
         if not action.calls and action.answer is None:

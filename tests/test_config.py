@@ -135,8 +135,16 @@ def test_configs_are_frozen() -> None:
 
 @pytest.mark.parametrize(
     "key",
-    ["checkpoint_every", "checkpoints_kept", "rollout.num_workers", "rollout.group_size", "sft.eval_every"]
-    + ["evaluation.num_tasks", "learner.threads", "environment.max_turns"],
+    [
+        "checkpoint_every",
+        "checkpoints_kept",
+        "rollout.num_workers",
+        "rollout.group_size",
+        "sft.eval_every",
+        "evaluation.num_tasks",
+        "learner.threads",
+        "environment.max_turns",
+    ],
 )
 def test_a_count_of_zero_is_refused_before_the_run_starts(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}: must be at least 1"):

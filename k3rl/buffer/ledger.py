@@ -243,8 +243,8 @@ class Ledger:
     def restore(self, consumed: ConsumedSet) -> RestoreReport:
         """Make the ledger agree with the manifest that was loaded (``ConsumedSet()`` when there is none).
 
-        Leases, commits and drops after ``consumed.step`` return to sealed; what was running is dropped("lost"). What
-        weights after ``consumed.step`` sampled comes from a future that is gone: dropped("future"), to be sampled again.
+        Leases, commits and drops after ``consumed.step`` return to sealed; what was running is dropped("lost"), and
+        what weights after ``consumed.step`` sampled, a future that is gone, is dropped("future") to be sampled again.
         Raises LedgerError when manifest and ledger are not of one run.
         """
         with self.transaction():

@@ -33,7 +33,7 @@ class Buffer:
         self.no_signal = no_signal
 
     def add_group(self, trajectories: Sequence[Trajectory]) -> list[SealResult]:
-        """Make issued trajectories (of one or more groups) durable: one payload file, then the seals, in one transaction.
+        """Make issued trajectories (of any groups) durable: one payload file, then the seals, in one transaction.
 
         Samples of a group may come in several calls; the group is ready when none of its samples is still out.
         """
