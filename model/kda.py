@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from k3rl.kernels.kda import kda_gate, kda_tiles, l2norm, short_conv
-from k3rl.kernels.kda.reference import conv_decode, kda_decode
+from k3rl.kernels.kda import conv_decode, kda_decode, kda_gate, kda_tiles, l2norm, short_conv
 from k3rl.model.cache import KdaCache
 from k3rl.model.layers import RMSNorm, linear
 

@@ -51,7 +51,7 @@ class EpisodeSpec:
 
     def seed(self, run_seed: int, *purpose: object) -> int:
         """Seed of this episode for ``purpose``."""
-        return replace(self.key, attempt=self.seed_attempt).seed(run_seed, *purpose)
+        return replace(self.key, attempt=self.seed_attempt).seed(run_seed, self.task.split, *purpose)
 
 
 @dataclass(slots=True)

@@ -58,7 +58,14 @@ def _demonstrate_one(
         outcome = Outcome(status="truncated", limit="max_turns")
         for _ in range(config.max_turns):
             action = policy.act(history)
-            append("action", chat_format.render_action(action))
+            turn = chat_format.render_action(action)
+            room = config.max_episode_tokens - sum(len(segment) for segment in segments)
+            if len(turn) > min(config.max_tokens_per_turn, room):
+                # The policy could not play this; it must not be taught to.
+                limit = "context_full" if len(turn) > room else "turn_tokens"
+                outcome = Outcome(status="truncated", limit=limit)
+                break
+            append("action", turn)
             observation, _, terminated, truncated, info = env.step(action)
             segments[-1] = replace(segments[-1], rewards=tuple(info["k3rl"].rewards))
             if terminated:
@@ -71,7 +78,7 @@ def _demonstrate_one(
                 break
         if outcome.status == "truncated" and not any(r.name == "outcome" for s in segments for r in s.rewards):
             # As in the agent loop: what was cut before it was graded is not done.
-            at = max(i for i, segment in enumerate(segments) if segment.kind == "action")
+            at = max((i for i, segment in enumerate(segments) if segment.kind == "action"), default=0)
             segments[at] = replace(segments[at], rewards=(*segments[at].rewards, Reward("outcome", 0.0)))
     finally:
         env.close()

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from k3rl.runtime.controller import Progress
 
 
+POLICIES = ("demonstrator", "after_sft", "after_rl", "sft_only")
+"""Order of the table; a checkpoint keeps the reports in the order of their names."""
+
+
 def write_summary(config: RunConfig, at: Progress, counts: LedgerCounts) -> dict[str, Any]:
     """Write ``summary.json`` into the run folder, print it as tables and return it."""
     seconds = {name: at.seconds.get(name, 0.0) for name in ("setup", "sft", "rl", "sft_only", "eval")}
@@ -35,7 +39,8 @@ def write_summary(config: RunConfig, at: Progress, counts: LedgerCounts) -> dict
     path = config.run_dir / "summary.json"
     path.write_text(json.dumps(summary, indent=1) + "\n")
     title = f"{config.evaluation.num_tasks} held-out tasks"
-    table(title, [{"policy": n, **EvaluationReport(**r).row()} for n, r in at.reports.items()])
+    reports = sorted(at.reports.items(), key=lambda item: POLICIES.index(item[0].removesuffix("_greedy")))
+    table(title, [{"policy": name, **EvaluationReport(**report).row()} for name, report in reports])
     table("Seconds", [{**seconds, "total": summary["total_s"]}])
     states = {state: n for state, n in counts.by_state.items() if n and state not in ("issued", "dropped")}
     dropped = {f"dropped: {reason}": n for reason, n in counts.dropped.items()}

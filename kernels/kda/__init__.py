@@ -1,7 +1,9 @@
 """Kimi Delta Attention: gate, short convolution, token recurrence and its tiled form."""
 
 from k3rl.kernels.kda.reference import (
+    conv_decode,
     conv_plan,
+    kda_decode,
     kda_gate,
     kda_recurrent,
     kda_tiles,
@@ -9,4 +11,4 @@ from k3rl.kernels.kda.reference import (
     short_conv,
 )
 
-__all__ = ["conv_plan", "kda_gate", "kda_recurrent", "kda_tiles", "l2norm", "short_conv"]
+__all__ = ["conv_decode", "conv_plan", "kda_decode", "kda_gate", "kda_recurrent", "kda_tiles", "l2norm", "short_conv"]

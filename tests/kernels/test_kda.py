@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from k3rl.kernels.kda import kda_gate, kda_recurrent, kda_tiles, l2norm, short_conv
+from k3rl.kernels.kda import kda_decode, kda_gate, kda_recurrent, kda_tiles, l2norm, short_conv
 
 Form = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 K, V = 16, 32  # unequal, so that a transposed state is a shape error (B50)
@@ -144,3 +144,22 @@ def test_b50_prefill_then_decode_equals_prefill_and_unknown_keywords_are_refused
         torch.testing.assert_close(state, final)
     with pytest.raises(TypeError):
         _run(kda_tiles, _inputs(1), True, transpose_state=True)
+
+
+def test_a_text_that_repeats_itself_costs_no_digits() -> None:
+    inputs = _inputs(48, torch.float64)
+    q, k, v, state = l2norm(inputs[0]), l2norm(inputs[1][:, :1]).expand_as(inputs[1]), inputs[2], inputs[5]
+    g, beta = torch.full_like(inputs[3], -1e-3), torch.full_like(inputs[4], 0.999)
+    want, _ = kda_recurrent(q, k, v, g, beta, state)
+    got, _ = kda_tiles(*(x.float() for x in (q, k, v, g, beta)), initial_state=state.float())
+    assert (got - want).norm() <= 2e-6 * want.norm()
+
+
+def test_decoding_a_row_gives_what_the_tiles_give() -> None:
+    q, k, v, z, b, state = _inputs(13, torch.float32)[:6]
+    g, beta = -torch.rand_like(z), torch.sigmoid(b)
+    rows = (l2norm(q), l2norm(k), v, g, beta)
+    whole, _ = kda_tiles(*rows, initial_state=state)
+    by_head = [x.transpose(1, 2) for x in (*rows[1:4], beta.unsqueeze(-1))]
+    last, _ = kda_decode(rows[0][:, -1], *by_head, state)
+    torch.testing.assert_close(last.reshape(whole[:, -1].shape), whole[:, -1], atol=2e-6, rtol=0)
