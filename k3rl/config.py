@@ -147,6 +147,8 @@ class RolloutConfig:
     groups_per_step: int = 16
     group_size: int = 8
     temperature: float = 1.0
+    max_failed_frac: float = 0.5
+    """Stop when more than this share of a step's episodes was failed by the environment or other infrastructure."""
     timeout_s: float = 300.0
     """Deadline of one round of rollouts; past it the run stops and says which worker did not answer."""
 

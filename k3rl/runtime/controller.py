@@ -29,7 +29,7 @@ from k3rl.runtime.actors import Actors
 from k3rl.runtime.checks import check_runnable
 from k3rl.runtime.cluster import ray_session
 from k3rl.runtime.event_log import EventLog
-from k3rl.runtime.rollout_metrics import rollout_metrics
+from k3rl.runtime.rollout_metrics import check_failures, rollout_metrics
 from k3rl.runtime.summary import write_summary
 from k3rl.trajectory import PolicyVersion, Task, Trajectory, TrajectoryKey
 
@@ -91,11 +91,24 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
 
 
 def _refuse_another_run(config: RunConfig, old: dict[str, Any]) -> None:
-    """A resumed run may become longer or save more often; it may not become another run."""
+    """A resumed run may become longer, wait longer or save more often; it may not become another run."""
     free = {"steps", "checkpoint_every", "checkpoints_kept", "run_root", "name"}
-    changed = sorted(key for key, value in to_dict(config).items() if key not in free and old.get(key) != value)
+    before, now = _leaves(old), _leaves(to_dict(config))
+    changed = sorted(
+        key
+        for key in before.keys() | now.keys()
+        if before.get(key) != now.get(key) and key not in free and not key.endswith("timeout_s")
+    )
     if changed:
         raise ConfigError(f"{config.run_dir} was started with another {', '.join(changed)}; choose another name=")
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        out |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
 
 
 class Controller:
@@ -123,6 +136,8 @@ class Controller:
             for message in damaged:
                 print(f"passed over a damaged checkpoint: {message}")
             self.progress = Progress(**state)
+            if self.progress.phase in ("final", "done") and self.progress.rl_step < self.config.steps:
+                self.progress.phase = "rl"  # the run was made longer
             self.progress.incarnation += 1
             consumed = ConsumedSet.from_json(consumed_json)
         lost = self.buffer.ledger.restore(consumed).lost
@@ -206,7 +221,7 @@ class Controller:
         if not config.steps:
             at.phase = "final"
             return
-        print(f"objective: {self.actors.ask_learner('formula')}")
+        print(self.actors.ask_learner("formula"))
         is_async = config.schedule == "one_step_async"
         pending = None
         starved = 0
@@ -218,6 +233,9 @@ class Controller:
                 pending = self._start_rollouts(at.rl_step + 1) if is_async and at.rl_step + 1 < config.steps else None
                 starved = 0 if self._train_step(batch) else starved + 1
                 if starved == MAX_STARVED_STEPS:
+                    if all((t.total_reward(["outcome"]) or 0.0) >= 1.0 for t in batch):
+                        print(f"every attempt succeeded for {starved} steps: nothing is left to learn from these tasks")
+                        break
                     dropped = self.buffer.ledger.counts().dropped
                     raise StarvedError(f"no group to learn from in {starved} steps in a row; dropped so far: {dropped}")
                 self._publish()  # takes effect behind the rollouts that run, which keep the weights that they began on
@@ -322,6 +340,7 @@ class Controller:
         if trajectories:
             self.buffer.add_group(trajectories)
             self.events.seal([t.key for t in trajectories], [])
+            check_failures(trajectories, self.config.rollout.max_failed_frac)
         ordinals = self._step_ordinals(step)
         is_whole = len(trajectories) == len(ordinals) * self.config.rollout.group_size
         return trajectories if is_whole else self.buffer.sealed(ordinals)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from k3rl.errors import EnvError
 from k3rl.metrics import Metrics
 from k3rl.rewards.compose import compose
 
@@ -35,3 +37,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory], weights: Mapping[str, fl
         calls = trajectory.stats.get("tool_calls", 0.0)
         metrics.mean("rollout/invalid_call_frac", trajectory.stats.get("invalid_calls", 0.0), calls)
     return metrics
+
+
+def check_failures(trajectories: Sequence[Trajectory], max_failed_frac: float) -> None:
+    """One failed episode is data; when failing becomes the rule, raise EnvError with the commonest cause."""
+    failed = [t.outcome for t in trajectories if t.outcome.status == "failed" and t.outcome.cause != "policy"]
+    if len(failed) > max_failed_frac * len(trajectories):
+        cause, count = Counter(f"{o.cause}: {o.detail}" for o in failed).most_common(1)[0]
+        raise EnvError(
+            f"{len(failed)} of {len(trajectories)} episodes failed, more than rollout.max_failed_frac = "
+            f"{max_failed_frac:g} allows; {count} of them with {cause}"
+        )

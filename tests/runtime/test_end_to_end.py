@@ -307,7 +307,7 @@ def test_a_run_folder_belongs_to_one_run(undisturbed: Job, tmp_path: Path) -> No
     code, output = k3rl("train", undisturbed.config)
     assert (code, "in use" in output) == (2, True), output
     code, output = k3rl("train", undisturbed.config, "seed=5", "rollout.group_size=4", "--resume")
-    assert (code, "rollout, seed" in output) == (2, True), output
+    assert (code, "rollout.group_size, seed" in output) == (2, True), output
     code, output = k3rl("train", job(tmp_path, "g").config, "--resume")
     assert (code, "nothing to resume" in output) == (2, True), output
 

@@ -1,0 +1,54 @@
+"""Rules of a run that need no cluster to be seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from k3rl.config import load_config, to_dict
+from k3rl.errors import ConfigError, EnvError
+from k3rl.runtime.controller import _refuse_another_run
+from k3rl.runtime.rollout_metrics import check_failures, rollout_metrics
+from k3rl.trajectory import Outcome, Segment, Task, Trajectory, TrajectoryKey
+
+DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo.yaml")
+
+
+def episode(index: int, outcome: Outcome) -> Trajectory:
+    prompt = Segment(kind="prompt", token_ids=np.zeros(3, dtype=np.int32))
+    task = Task(environment="e", split="train", index=index)
+    return Trajectory(key=TrajectoryKey(ordinal=index, sample=0), task=task, segments=(prompt,), outcome=outcome)
+
+
+def test_failures_are_data_until_they_are_the_rule_and_then_name_their_commonest_cause() -> None:
+    done = [episode(i, Outcome(status="completed")) for i in range(2)]
+    failed = [episode(i, Outcome(status="failed", cause="env", detail="disk full")) for i in range(2, 4)]
+    check_failures(done + failed, 0.5)
+    check_failures([], 0.5)
+    other = episode(4, Outcome(status="failed", cause="env", detail="timed out"))
+    with pytest.raises(EnvError, match=r"3 of 5 episodes failed.*2 of them with env: disk full"):
+        check_failures([*done, *failed, other], 0.5)
+
+
+def test_a_policy_that_fails_is_not_broken_infrastructure() -> None:
+    check_failures([episode(0, Outcome(status="failed", cause="policy"))], 0.0)
+
+
+def test_a_failed_episode_has_no_reward_and_is_counted_as_absent() -> None:
+    metrics = rollout_metrics([episode(0, Outcome(status="failed", cause="env", detail="x"))], {"outcome": 1.0})
+    assert "rollout/reward" not in metrics.scalars()
+    assert metrics["rollout/absent_frac"] == 1.0
+
+
+def test_a_resumed_run_may_be_longer_and_more_patient_but_not_another_one() -> None:
+    old = to_dict(DEMO)
+    longer = dataclasses.replace(
+        DEMO, steps=500, checkpoint_every=1, rollout=dataclasses.replace(DEMO.rollout, timeout_s=900.0)
+    )
+    _refuse_another_run(longer, old)
+    other = dataclasses.replace(DEMO, seed=5, rollout=dataclasses.replace(DEMO.rollout, group_size=4))
+    with pytest.raises(ConfigError, match=r"another rollout\.group_size, seed; choose"):
+        _refuse_another_run(other, old)
