@@ -160,6 +160,6 @@ def test_decoding_a_row_gives_what_the_tiles_give() -> None:
     g, beta = -torch.rand_like(z), torch.sigmoid(b)
     rows = (l2norm(q), l2norm(k), v, g, beta)
     whole, _ = kda_tiles(*rows, initial_state=state)
-    by_head = [x.transpose(1, 2) for x in (*rows[1:4], beta.unsqueeze(-1))]
-    last, _ = kda_decode(rows[0][:, -1], *by_head, state)
+    by_head: Any = [x.transpose(1, 2) for x in (*rows[1:4], beta.unsqueeze(-1))]
+    last, _ = kda_decode(rows[0][:, -1], *by_head, state_NHKV=state)
     torch.testing.assert_close(last.reshape(whole[:, -1].shape), whole[:, -1], atol=2e-6, rtol=0)
