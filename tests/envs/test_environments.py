@@ -159,3 +159,24 @@ def test_calculator_refuses_what_is_no_small_arithmetic(text: str) -> None:
 
 def test_calculator_gives_whole_numbers_without_a_point() -> None:
     assert [calculate(t) for t in ("3*45", "6/2", "1/4", "-(2**5)")] == ["135", "3", "0.25", "-32"]
+
+
+@pytest.mark.parametrize("dataset", ["chain_sum", "basic_arithmetic", "products", "leg_counting"])
+def test_arithmetic_is_solved_through_the_calculator(dataset: str) -> None:
+    env: Any = make("k3rl/Arithmetic-v0", datasets=[dataset])
+    for i in range(40):
+        episode = play(env, None, Task(environment="arithmetic", split="test", index=i))
+        assert episode.total("outcome") == 1.0
+        assert [len(action.calls) for action in episode.actions] == [1, 0]
+    env.close()
+
+
+def test_arithmetic_demonstrator_succeeds_about_as_often_as_it_does_not_guess() -> None:
+    env: Any = make("k3rl/Arithmetic-v0", datasets=["chain_sum"], slips={"guess": 0.5})
+    wins = 0.0
+    for i in range(400):
+        at = Task(environment="arithmetic", split="train", index=i)
+        env.reset(options={"task": at})
+        wins += play(env, env.demonstrator(np.random.default_rng(i)), at).total("outcome")
+    env.close()
+    assert 0.42 < wins / 400 < 0.6
