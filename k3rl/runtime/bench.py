@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,15 @@ def bench(subject: str) -> Path:
     if subject not in subjects:
         raise ConfigError(f"no benchmark {subject!r}; there are {', '.join(subjects)}.{suggest(subject, subjects)}")
     started = datetime.datetime.now(datetime.UTC)
-    rows = subjects[subject]()
-    hardware = f"cpu{os.cpu_count()}"
-    path = RESULTS / f"{started:%Y-%m-%d}_{hardware}_{subject}.json"
+    path = RESULTS / f"{started:%Y-%m-%d}_cpu{os.cpu_count()}_{subject}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"command": f"k3rl bench {subject}", "started": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
-    path.write_text(json.dumps({**result, "environment": environment(), "rows": rows}, indent=1) + "\n")
+    head = {"command": f"k3rl bench {subject}", "started": f"{started:%Y-%m-%dT%H:%M:%SZ}"}
+    result: dict[str, Any] = {**head, "environment": environment(), "rows": []}
+    rows: list[dict[str, Any]] = result["rows"]
+    for measured in subjects[subject]():
+        # Written as it grows: what was measured before an interruption is kept.
+        rows += measured
+        path.write_text(json.dumps(result, indent=1) + "\n")
     table(subject, [{k: row[k] for k in ("what", "shape", "ours", "baseline", "goal", "holds")} for row in rows])
     print(f"written to {path}")
     return path
@@ -63,14 +67,12 @@ def _cpu_name() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _bench_demo() -> list[dict[str, Any]]:
+def _bench_demo() -> Iterator[list[dict[str, Any]]]:
     """The demo with three seeds: RL against what SFT reached, and against SFT for RL's time."""
-    rows: list[dict[str, Any]] = []
     for seed in DEMO_SEEDS:
         name = f"bench-demo-seed{seed}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
         summary = run_job(load_config("configs/demo.yaml", [f"seed={seed}", f"name={name}"]))
-        rows += _demo_rows(summary, f"seed {seed}")
-    return rows
+        yield _demo_rows(summary, f"seed {seed}")
 
 
 def _demo_rows(summary: dict[str, Any], shape: str) -> list[dict[str, Any]]:
