@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from k3rl.config import RunConfig
 
+REPEATABLE = ("lost", "future", "damaged")
+"""Reasons of a drop that have nothing to do with what was sampled: the next attempt repeats the random stream."""
 MAX_STARVED_STEPS = 10
 """RL steps in a row without a single group to learn from, after which the run stops."""
 
@@ -308,27 +310,27 @@ class Controller:
     def _start_rollouts(self, step: int) -> list[Any]:
         """Issue the attempts of a step that are not sealed yet, and start them."""
         config = self.config
-        specs, keys = [], []
-        for ordinal in self._step_ordinals(step):
-            # Tasks that no demonstration has shown.
-            index = config.sft.max_steps * config.sft.batch_size + ordinal
-            task = Task(environment=config.environment.id, split="train", index=index)
-            for sample in range(config.rollout.group_size):
-                key = self._next_attempt(ordinal, sample)
-                if key is not None:
-                    keys.append(key)
-                    specs.append(EpisodeSpec(key=key, task=task))
-        self.buffer.ledger.issue(keys, [spec.task for spec in specs])
-        self.events.issue(keys, [spec.task for spec in specs], self.version)
+        specs = [spec for ordinal in self._step_ordinals(step) for spec in self._missing(ordinal)]
+        keys, tasks = [spec.key for spec in specs], [spec.task for spec in specs]
+        self.buffer.ledger.issue(keys, tasks)
+        self.events.issue(keys, tasks, self.version)
         return self.actors.start("rollout", specs, config.rollout.temperature, config.seed)
 
-    def _next_attempt(self, ordinal: int, sample: int) -> TrajectoryKey | None:
-        """The attempt to issue for a sample, or None when one is sealed already."""
-        earlier = [a for a in self.buffer.ledger.attempts(ordinal=ordinal) if a.key.sample == sample]
-        if any(a.state != "dropped" for a in earlier):
-            return None
-        attempt = max((a.key.attempt for a in earlier), default=-1) + 1
-        return TrajectoryKey(ordinal=ordinal, sample=sample, attempt=attempt)
+    def _missing(self, ordinal: int) -> list[EpisodeSpec]:
+        """Next attempts of the samples of a group that have none alive."""
+        # Tasks that no demonstration has shown.
+        index = self.config.sft.max_steps * self.config.sft.batch_size + ordinal
+        task = Task(environment=self.config.environment.id, split="train", index=index)
+        attempts = self.buffer.ledger.attempts(ordinal=ordinal)
+        specs = []
+        for sample in range(self.config.rollout.group_size):
+            earlier = [a for a in attempts if a.key.sample == sample]
+            if all(a.state == "dropped" for a in earlier):
+                attempt = max((a.key.attempt for a in earlier), default=-1) + 1
+                retries = sum(a.reason not in REPEATABLE for a in earlier)
+                key = TrajectoryKey(ordinal=ordinal, sample=sample, attempt=attempt)
+                specs.append(EpisodeSpec(key=key, task=task, seed_attempt=retries))
+        return specs
 
     def _step_ordinals(self, step: int) -> range:
         groups = self.config.rollout.groups_per_step

@@ -9,11 +9,11 @@ from gymnasium.utils.env_checker import check_env
 
 from k3rl.envs.base import SPLITS, AssistantAction, ParseError, ToolCall
 from k3rl.envs.calculator import CalculatorError, calculate
+from k3rl.envs.checks import check_environment
 from k3rl.envs.play import play
 from k3rl.envs.registry import make
 from k3rl.envs.schema import ArgumentError, coerce
 from k3rl.errors import EnvError, UnknownEnvironmentError
-from k3rl.testing.env_checks import check_environment
 from k3rl.trajectory import Task
 
 IDS = ("k3rl/Shop-v0", "k3rl/Arithmetic-v0")
