@@ -215,8 +215,10 @@ class EvaluationConfig:
     every: int = 0
     """Evaluate after every so many learner steps; 0 only at the end."""
     sft_only_baseline: bool = False
-    """After RL, spend RL's wall time on more SFT instead, and evaluate that too: from the weights and optimiser that SFT
-    ended with, at the last learning rate of its schedule."""
+    """After RL, spend RL's wall time on more SFT instead, and evaluate that too.
+
+    It goes on from the weights and optimiser that SFT ended with, at the last learning rate of its schedule.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
