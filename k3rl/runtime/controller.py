@@ -76,9 +76,15 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         raise ConfigError(f"nothing to resume: {run_dir} holds no run")
     if not resume and config_path.exists():
         raise ConfigError(f"run folder {run_dir} is in use: go on with --resume, or choose another name=")
+    summary_path = run_dir / "summary.json"
     if resume:
-        _refuse_another_run(config, json.loads(config_path.read_text()))
+        old = json.loads(config_path.read_text())
+        _refuse_another_run(config, old)
+        if summary_path.exists() and old["steps"] == config.steps:
+            print(f"{run_dir} is finished; make it longer with steps=, or read {summary_path}")
+            return json.loads(summary_path.read_text())
     check_runnable(config)
+    summary_path.unlink(missing_ok=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     config_path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
     started = time.perf_counter()

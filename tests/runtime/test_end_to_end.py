@@ -303,6 +303,13 @@ def test_b60_what_cannot_run_is_refused_before_anything_starts(changes: list[str
     assert not ray.is_initialized()
 
 
+def test_resuming_a_finished_run_says_so_and_starts_nothing(undisturbed: Job) -> None:
+    before = (undisturbed.folder / "summary.json").read_bytes()
+    code, output = k3rl("train", undisturbed.config, "--resume")
+    assert (code, "is finished" in output) == (0, True), output
+    assert (undisturbed.folder / "summary.json").read_bytes() == before
+
+
 def test_a_run_folder_belongs_to_one_run(undisturbed: Job, tmp_path: Path) -> None:
     code, output = k3rl("train", undisturbed.config)
     assert (code, "in use" in output) == (2, True), output
