@@ -104,11 +104,11 @@ class ToolEnvironment(MessageEnvironment):
 
     def start(self, task: Task, rng: np.random.Generator) -> Observation:
         """Begin the episode of ``task`` from nothing; all randomness comes from ``rng``."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define start")
 
     def grade(self, answer: str) -> float:
         """Score an answer, given the state of the episode; in 0..1."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define grade")
 
     def milestone_names(self) -> Collection[str]:
         """Milestones that this task has; empty when the environment has no dense reward."""
@@ -120,7 +120,7 @@ class ToolEnvironment(MessageEnvironment):
 
     def expert(self) -> Policy:
         """A policy that solves the task; it sees messages only."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define expert")
 
     def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> Policy:
         """An imperfect policy; ``slips`` are probabilities by name (None: the environment's)."""
