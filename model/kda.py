@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from k3rl.kernels.kda import conv_decode, kda_decode, kda_gate, kda_tiles, l2norm, short_conv
-from k3rl.model.cache import KdaCache
+from k3rl.model.cache import KdaRows
 from k3rl.model.layers import RMSNorm, linear
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
-    from k3rl.model.cache import Layout
+    from k3rl.model.cache import Layout, Memory
 
 
 class ShortConv(nn.Module):
@@ -27,9 +27,10 @@ class ShortConv(nn.Module):
 class KdaMixer(nn.Module):
     """Kimi Delta Attention with short convolutions, a bounded decay gate and a normalised, gated output."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, slot: int) -> None:
         super().__init__()
         c = config
+        self.slot = slot  # in the cache
         self.heads, self.key_dim, self.value_dim = c.num_heads, c.kda_key_dim, c.kda_value_dim
         self.lower_bound, self.tile = c.gate_lower_bound, c.state_tile
         keys, values = self.heads * self.key_dim, self.heads * self.value_dim
@@ -44,69 +45,69 @@ class KdaMixer(nn.Module):
         self.o_norm = RMSNorm(self.value_dim, c.rms_norm_eps)
         self.o_proj = linear(values, c.hidden_size)
 
-    def forward(
-        self, inputs_TD: torch.Tensor, layout: Layout, cache: KdaCache | None
-    ) -> tuple[torch.Tensor, KdaCache | None]:
-        """Mix [T, D] and return the cache after it (None when there was none)."""
-        rows_THX, window = self._project(inputs_TD, layout, cache)
-        if cache is not None and layout.decode:
-            out_THV, state, kept = self._decode(rows_THX, layout, cache)
+    def forward(self, inputs_TD: torch.Tensor, memory: Memory) -> torch.Tensor:
+        """Mix [T, D], reading and writing this layer's part of the cache."""
+        layout, before = memory.layout, memory.read_kda(self.slot)
+        rows_THX, window = self._project(inputs_TD, layout, before)
+        if before is not None and layout.decode:
+            out_THV, state, kept = self._decode(rows_THX, layout, before)
         else:
-            out_THV, state, kept = self._tiles(rows_THX, layout, cache)
+            out_THV, state, kept = self._tiles(rows_THX, layout, before)
+        if before is not None:
+            memory.write_kda(self.slot, KdaRows(state, kept, window))
         gate = torch.sigmoid(self.g_proj(inputs_TD))
         normed = self.o_norm(out_THV.to(inputs_TD.dtype)).reshape(len(inputs_TD), self.heads * self.value_dim)
-        result = self.o_proj(normed * gate)
-        return result, None if cache is None else KdaCache(state, kept, window)
+        return self.o_proj(normed * gate)
 
     def _decode(
-        self, rows_NHX: torch.Tensor, layout: Layout, cache: KdaCache
+        self, rows_NHX: torch.Tensor, layout: Layout, before: KdaRows
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One token per sequence: outputs [N, H, V], and the cache's state and open rows after it."""
         num, padded = layout.kda_in.shape
         q, new = rows_NHX.split([self.key_dim, rows_NHX.shape[-1] - self.key_dim], dim=-1)
         at = (torch.arange(num, device=q.device), layout.offsets % self.tile)
-        rows = cache.open_rows.index_put(at, new)
+        rows = before.open_rows.index_put(at, new)
         sizes = [self.key_dim, self.value_dim, self.key_dim, 1]
         k, v, g, beta = (x.transpose(1, 2).contiguous() for x in rows[:, :padded].split(sizes, dim=-1))
-        out, state = kda_decode(q, k, v, g, beta, cache.state)
+        out, state = kda_decode(q, k, v, g, beta, before.state)
         if not layout.any_full:
-            return out, cache.state, rows
+            return out, before.state, rows
         full = layout.kda_full.bool().view(num, 1, 1, 1)
-        return out, torch.where(full, state, cache.state), rows.masked_fill(full, 0)
+        return out, torch.where(full, state, before.state), rows.masked_fill(full, 0)
 
     def _tiles(
-        self, rows_THX: torch.Tensor, layout: Layout, cache: KdaCache | None
+        self, rows_THX: torch.Tensor, layout: Layout, before: KdaRows | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Any number of tokens: outputs [T, H, V], and the cache's state and open rows after them."""
         num, padded = layout.kda_in.shape
         width = rows_THX.shape[-1]
         sources = [rows_THX, rows_THX.new_zeros(1, self.heads, width)]
-        if cache is not None:
+        if before is not None:
             # Open rows need no query: their outputs were read when they were new.
-            held = nn.functional.pad(cache.open_rows, (self.key_dim, 0))
-            sources.insert(0, held.reshape(num * self.tile, self.heads, width))
+            held = nn.functional.pad(before.open_rows, (self.key_dim, 0))
+            sources.append(held.reshape(num * self.tile, self.heads, width))
         source = torch.cat(sources)
         rows_NPHX = source.index_select(0, layout.kda_in.flatten()).view(num, padded, self.heads, width)
         q, k, v, g, beta = rows_NPHX.split([self.key_dim, self.key_dim, self.value_dim, self.key_dim, 1], dim=-1)
-        state = None if cache is None else cache.state
+        state = None if before is None else before.state
         out_NPHV, state = kda_tiles(q, k, v, g, beta.squeeze(-1), state, self.tile, layout.kda_full)
         out_THV = out_NPHV.reshape(num * padded, self.heads, self.value_dim).index_select(0, layout.kda_out)
-        if cache is None:
+        if before is None:
             return out_THV, state, state.new_zeros(0)
         kept = source.index_select(0, layout.kda_open.flatten())[..., self.key_dim :]
         return out_THV, state, kept.view(num, self.tile, self.heads, width - self.key_dim)
 
     def _project(
-        self, inputs_TD: torch.Tensor, layout: Layout, cache: KdaCache | None
+        self, inputs_TD: torch.Tensor, layout: Layout, before: KdaRows | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [T, H, q | k | v | g | beta], at least float32, and the next convolution window."""
         # One product with the joined weights costs less than three products and joining their results.
         qkv = nn.functional.linear(inputs_TD, torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
         filters = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        if cache is not None and layout.decode:
-            mixed, window = conv_decode(qkv, filters, cache.window)
+        if before is not None and layout.decode:
+            mixed, window = conv_decode(qkv, filters, before.window)
         else:
-            window = None if cache is None else cache.window
+            window = None if before is None else before.window
             mixed, window = short_conv(qkv, filters, layout.cu_seqlens, window, layout.conv)
         wide = torch.promote_types(inputs_TD.dtype, torch.float32)
         keys = self.heads * self.key_dim

@@ -15,7 +15,7 @@ from k3rl.model.layers import RMSNorm, linear
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
-    from k3rl.model.cache import Layout
+    from k3rl.model.cache import Memory
 
 ABSORB_QUERIES = 16
 """Up to this many new tokens per sequence, attending to the latents costs less than expanding the whole context."""
@@ -24,9 +24,10 @@ ABSORB_QUERIES = 16
 class MlaMixer(nn.Module):
     """Full causal attention over a compressed latent, with an output gate."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, slot: int) -> None:
         super().__init__()
         c = config
+        self.slot = slot  # in the cache
         self.heads, self.key_dim, self.value_dim = c.num_heads, c.qk_nope_dim, c.v_head_dim
         self.rank, self.pe_dim = c.kv_lora_rank, c.qk_rope_dim
         self.q_a_proj = linear(c.hidden_size, c.q_lora_rank)
@@ -38,24 +39,18 @@ class MlaMixer(nn.Module):
         self.g_proj = linear(c.hidden_size, self.heads * self.value_dim)
         self.o_proj = linear(self.heads * self.value_dim, c.hidden_size)
 
-    def forward(
-        self, inputs_TD: torch.Tensor, layout: Layout, cache_NLX: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix [T, D]; return it with the latents [N, L, R + A] of all tokens so far."""
+    def forward(self, inputs_TD: torch.Tensor, memory: Memory) -> torch.Tensor:
+        """Mix [T, D], adding this layer's latents to the cache."""
+        layout = memory.layout
         num, queries = layout.query_in.shape
         q_TX = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs_TD)))
         latent_TX, pe_TA = self.kv_a_proj_with_mqa(inputs_TD).split([self.rank, self.pe_dim], dim=-1)
         new_TX = torch.cat([self.kv_a_layernorm(latent_TX), pe_TA], dim=-1)
-        width = self.rank + self.pe_dim
-        sources = [new_TX, new_TX.new_zeros(1, width)]
-        if cache_NLX is not None:
-            sources.insert(0, cache_NLX.reshape(num * cache_NLX.shape[1], width))
-        latents_NLX = torch.cat(sources).index_select(0, layout.latent_in.flatten())
-        latents_NLX = latents_NLX.view(num, layout.latent_in.shape[1], width)
+        latents_NLX = memory.append_latents(self.slot, new_TX)
         q_rows = torch.cat([q_TX, q_TX.new_zeros(1, q_TX.shape[1])]).index_select(0, layout.query_in.flatten())
         q_NQHX = q_rows.view(num, queries, self.heads, self.key_dim + self.pe_dim)
         kv_b_HXR = self.kv_b_proj.weight.view(self.heads, self.key_dim + self.value_dim, self.rank)
         attend = mla_absorbed if queries <= ABSORB_QUERIES else mla_expanded
         out = attend(q_NQHX, latents_NLX, kv_b_HXR, self.key_dim, layout.offsets)
         out_TX = out.reshape(num * queries, self.heads * self.value_dim).index_select(0, layout.query_out)
-        return self.o_proj(out_TX * torch.sigmoid(self.g_proj(inputs_TD))), latents_NLX
+        return self.o_proj(out_TX * torch.sigmoid(self.g_proj(inputs_TD)))

@@ -14,7 +14,7 @@ from torch import nn
 from k3rl.kernels.linear_logprob import linear_logprob
 from k3rl.model.attn_res import AttnRes
 from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenLogprobs
-from k3rl.model.cache import KdaCache, Layout, ValueCache
+from k3rl.model.cache import ValueMemory
 from k3rl.model.kda import KdaMixer, ShortConv
 from k3rl.model.layers import RMSNorm, SituFeedForward, linear
 from k3rl.model.mla import MlaMixer
@@ -23,6 +23,7 @@ from k3rl.model.moe import LatentMoE
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
     from k3rl.model.batch import TokenBatch
+    from k3rl.model.cache import Cache
 
 
 class DecoderLayer(nn.Module):
@@ -36,7 +37,9 @@ class DecoderLayer(nn.Module):
         self.self_attention_res = AttnRes(dim, eps) if index else None
         self.mlp_res = AttnRes(dim, eps)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(dim, eps), RMSNorm(dim, eps)
-        self.self_attn = MlaMixer(config) if index in config.mla_layers else KdaMixer(config)
+        num_mla = sum(i < index for i in config.mla_layers)
+        is_mla = index in config.mla_layers
+        self.self_attn = MlaMixer(config, num_mla) if is_mla else KdaMixer(config, index - num_mla)
         betas = (config.situ_beta, config.situ_linear_beta)
         dense = index < config.num_dense_layers
         self.mlp = SituFeedForward(dim, config.dense_dim, *betas) if dense else None
@@ -98,32 +101,23 @@ class K3Model(nn.Module):
             self.value_head.weight.zero_()
             self.value_head.bias.zero_()
 
-    def forward(self, batch: TokenBatch, cache: ValueCache | None = None) -> ForwardOutput:
+    def forward(self, batch: TokenBatch, cache: Cache | None = None) -> ForwardOutput:
         """Run T packed tokens, each sequence continuing from its row of ``cache`` (from nothing when it is None)."""
         if cache is not None and cache.num_sequences != batch.num_sequences:
             raise ValueError(f"the batch has {batch.num_sequences} sequences and the cache {cache.num_sequences}")
         if len(batch.ids) == 0:
             return self._nothing(cache)
         c = self.config
-        layout = Layout.plan(batch.cu_seqlens, cache, c.state_tile, c.conv_kernel)
+        memory = ValueMemory.fresh(c, batch.cu_seqlens) if cache is None else cache.begin(batch.cu_seqlens)
         prefix: torch.Tensor = self.embed_tokens(batch.ids)
         bank: list[torch.Tensor] = []
-        kda: list[KdaCache | None] = []
-        latents: list[torch.Tensor] = []
         routes: list[torch.Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             hidden = prefix if layer.self_attention_res is None else layer.self_attention_res([*bank, prefix])
             if layer.starts_block:
                 bank.append(prefix)
-            normed = layer.input_layernorm(hidden)
-            if isinstance(layer.self_attn, KdaMixer):
-                mixed, new = layer.self_attn(normed, layout, None if cache is None else cache.kda[len(kda)])
-                kda.append(new)
-            else:
-                old = None if cache is None else cache.latents[len(latents)]
-                mixed, new = layer.self_attn(normed, layout, old)
-                latents.append(new)
+            mixed = layer.self_attn(layer.input_layernorm(hidden), memory)
             prefix = mixed if layer.starts_block else prefix + mixed
             normed = layer.post_attention_layernorm(layer.mlp_res([*bank, prefix]))
             if layer.mlp is not None:
@@ -134,13 +128,11 @@ class K3Model(nn.Module):
                 routes.append(ids)
                 prefix = prefix + out
         hidden = self.norm(self.output_attn_res([*bank, prefix]))
-        if cache is not None:
-            cache = ValueCache(cache.lengths + batch.lengths, tuple(x for x in kda if x is not None), tuple(latents))
         load = [torch.bincount(ids.flatten(), minlength=c.num_experts) for ids in routes]
         stats = {"moe_load": torch.stack(load)} if load else {}
-        return ForwardOutput(hidden, cache, torch.stack(routes, 1) if routes else None, stats)
+        return ForwardOutput(hidden, memory.finish(), torch.stack(routes, 1) if routes else None, stats)
 
-    def _nothing(self, cache: ValueCache | None) -> ForwardOutput:
+    def _nothing(self, cache: Cache | None) -> ForwardOutput:
         num_moe = len(self.moe_layers)
         weight = self.embed_tokens.weight
         routes = torch.zeros(0, num_moe, self.config.experts_per_token, dtype=torch.int64, device=weight.device)

@@ -28,15 +28,17 @@ class EngineCapabilities:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One turn to sample. ``token_ids`` is the whole context; ``handle`` is a hint that spares recomputing it."""
+    """One turn to sample."""
 
     token_ids: Sequence[int]
+    """The whole context."""
     max_tokens: int
     temperature: float
     """0 means greedy."""
     stop_ids: frozenset[int]
     seed: int
     handle: int | None = None
+    """Where an earlier completion left off. A hint: it may spare recomputing, and changes nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,19 +52,32 @@ class Completion:
     stop_reason: StopReason
     handle: int
     """Continue from here, then release it."""
+    routes: np.ndarray | None = None
+    """Expert ids [m, L, k] uint16 of the positions from ``routes_start`` on that the model read for this request, each
+    as first read: the sampled ones but the last, and of the context at least what no earlier completion has told. None
+    for a model without experts."""
+    routes_start: int = 0
 
 
 class Engine(Protocol):
-    """Samples many requests at once."""
+    """Samples many requests at once.
+
+    A handle stands for a context whose computation is kept. Correctness never depends on it: one that is unknown, was
+    released, is in use, belongs to other weights or does not fit the context costs a recomputation and nothing else.
+    """
 
     capabilities: EngineCapabilities
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its number."""
+        """Queue a request and return its number; EngineError when it could not be sampled whatever happens."""
         ...
 
     def step(self) -> list[Completion]:
         """Advance every queued request by a token; return those that ended."""
+        ...
+
+    def abort(self, request: int) -> None:
+        """Forget a request, whatever it has sampled; nothing happens when it is over."""
         ...
 
     def fork(self, handle: int) -> int:
@@ -70,13 +85,12 @@ class Engine(Protocol):
         ...
 
     def release(self, handle: int) -> None:
-        """Forget a handle; unknown ones are an EngineError."""
-        ...
-
-    def routes(self, handle: int) -> np.ndarray | None:
-        """Expert ids [tokens computed so far, L, k] uint16 along the context; None for a model without experts."""
+        """Forget a handle; nothing happens when it is not known."""
         ...
 
     def update_weights(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take new weights, or raise WeightSyncError and keep the old ones."""
+        """Sample from new weights from now on, or raise WeightSyncError and keep the old ones.
+
+        With ``inflight_update`` requests may be under way: they go on from what they have sampled.
+        """
         ...

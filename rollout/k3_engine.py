@@ -1,8 +1,8 @@
 """The K3 engine: continuous batching over the model's own cache.
 
 All live contexts are rows of one stacked cache. A step feeds each active row what it has not seen (a new observation,
-or the token it sampled last) in one ragged forward, so prefill and decode share steps. Rows of released handles are
-dropped before the next forward.
+or the token it sampled last) in one ragged forward, so prefill and decode share steps. Rows of new requests are added,
+and those of released handles dropped, before the next forward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from k3rl.errors import EngineError, WeightSyncError
 from k3rl.kernels.sampling import sample_tokens
 from k3rl.model.batch import TokenBatch
-from k3rl.model.cache import ValueCache
+from k3rl.model.cache import Cache, ValueCache
 from k3rl.model.transformer import K3Model
 from k3rl.rollout.engine import Completion, EngineCapabilities, Request
 from k3rl.weights.base import weights_digest
@@ -36,7 +36,6 @@ class _Row:
 
     handle: int
     context: list[int]  # everything the cache covers
-    routes: list[np.ndarray] = field(default_factory=list)
     active: _Active | None = None
 
 
@@ -48,6 +47,9 @@ class _Active:
     request: Request
     pending: list[int]  # not fed yet
     uniforms: np.ndarray  # [max_tokens] float64, drawn at submission: sampling does not depend on the batch
+    routes_start: int
+    routes_end: int  # positions up to here have told their routes
+    routes: list[np.ndarray] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[PolicyVersion] = field(default_factory=list)
@@ -57,7 +59,7 @@ class K3Engine:
     """Samples from a :class:`K3Model` in this process."""
 
     capabilities = EngineCapabilities(
-        seeded=True, fork=True, routes=True, exact=False, inflight_update=False, preemption=False
+        seeded=True, fork=True, routes=True, exact=False, inflight_update=True, preemption=False
     )
 
     def __init__(self, config: ModelConfig, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -65,18 +67,23 @@ class K3Engine:
         self._model = K3Model(config).eval().requires_grad_(False)
         self._version = version
         self._rows: list[_Row] = []
-        self._cache = ValueCache.empty(config, 0)
-        self._released: set[int] = set()
+        self._cache: Cache = ValueCache.empty(config, 0)  # the first rows; those added since the last step are missing
         self._handles = itertools.count()
         self._numbers = itertools.count()
+        self._released: set[int] = set()
         self.update_weights(version, tensors)
 
     @property
     def version(self) -> PolicyVersion:
         return self._version
 
+    @property
+    def num_contexts(self) -> int:
+        """Contexts that are kept: those of requests under way and of handles that were not released."""
+        return sum(row.handle not in self._released for row in self._rows)
+
     def submit(self, request: Request) -> int:
-        """Queue a request. A handle whose context is not a proper prefix of ``token_ids`` is an EngineError."""
+        """Queue a request and return its number."""
         if not len(request.token_ids):
             raise EngineError("a request needs at least one token of context")
         if request.max_tokens < 1:
@@ -86,75 +93,72 @@ class K3Engine:
         # Checked here, where it costs this request only: in the forward it would cost the whole batch.
         if min(request.token_ids) < 0 or max(request.token_ids) >= self._config.vocab_size:
             raise EngineError(f"a token id is outside of the vocabulary of {self._config.vocab_size}")
-        if request.handle is None:
+        given = list(request.token_ids)
+        row = self._idle_row(request.handle)
+        if row is None or len(row.context) >= len(given) or row.context != given[: len(row.context)]:
             row = _Row(handle=next(self._handles), context=[])
             self._rows.append(row)
-            self._cache = ValueCache.concat([self._cache, ValueCache.empty(self._config, 1)])
-        else:
-            row = self._row(request.handle)
-        if row.active is not None:
-            raise EngineError(f"handle {row.handle} is already sampling request {row.active.number}")
-        known, given = len(row.context), list(request.token_ids)
-        if known >= len(given) or row.context != given[:known]:
-            raise EngineError(f"handle {row.handle} covers {known} tokens that the request does not continue")
-        generator = np.random.Generator(np.random.Philox(key=request.seed))
+        known = len(row.context)
         row.active = _Active(
             number=next(self._numbers),
             request=request,
             pending=given[known:],
-            uniforms=generator.random(request.max_tokens),
+            uniforms=np.random.Generator(np.random.Philox(key=request.seed)).random(request.max_tokens),
+            routes_start=known,
+            routes_end=known,
         )
         return row.active.number
 
     @torch.no_grad()
     def step(self) -> list[Completion]:
         """Advance every active row by one token."""
-        self._drop_released()
-        active = [(i, row, row.active) for i, row in enumerate(self._rows) if row.active is not None]
+        self._settle()
+        active = [(row, row.active) for row in self._rows if row.active is not None]
         if not active:
             return []
         last_rows = self._feed()
-        temperatures = torch.tensor([a.request.temperature for _, _, a in active])
-        uniforms = torch.tensor([a.uniforms[len(a.token_ids)] for _, _, a in active], dtype=torch.float64)
+        temperatures = torch.tensor([a.request.temperature for _, a in active])
+        uniforms = torch.tensor([a.uniforms[len(a.token_ids)] for _, a in active], dtype=torch.float64)
         ids, logprobs = sample_tokens(last_rows, self._model.lm_head.weight, uniforms, temperatures)
         if not torch.isfinite(logprobs).all():
             # These requests are over: their contexts must neither be continued nor keep better weights out.
-            for _, row, _ in active:
-                row.active = None
-                self._released.add(row.handle)
+            for row, _ in active:
+                self._release(row)
             raise EngineError(f"weights {self._version} give a log-probability that is not finite")
         return [
             completion
-            for (_, row, a), token, logprob in zip(active, ids.tolist(), logprobs.tolist(), strict=True)
+            for (row, a), token, logprob in zip(active, ids.tolist(), logprobs.tolist(), strict=True)
             if (completion := self._record(row, a, token, logprob)) is not None
         ]
 
+    def abort(self, request: int) -> None:
+        """Forget a request, whatever it has sampled."""
+        for row in self._rows:
+            if row.active is not None and row.active.number == request:
+                self._release(row)
+
     def fork(self, handle: int) -> int:
         """Return a second handle of the same context, at the cost of one row of state."""
-        self._drop_released()
-        row = self._row(handle)
-        if row.active is not None:
-            raise EngineError(f"handle {handle} is sampling; fork it between turns")
-        index = self._rows.index(row)
-        copy = _Row(handle=next(self._handles), context=list(row.context), routes=list(row.routes))
-        self._cache = self._cache.select(torch.tensor([*range(len(self._rows)), index]))
-        self._rows.append(copy)
-        return copy.handle
+        self._settle()
+        row, copy = self._idle_row(handle), next(self._handles)
+        if row is not None:
+            order = [*range(len(self._rows)), self._rows.index(row)]
+            self._cache = self._cache.select(torch.tensor(order))
+            self._rows.append(_Row(handle=copy, context=list(row.context)))
+        return copy
 
     def release(self, handle: int) -> None:
         """Forget a handle; its row is dropped before the next forward."""
-        self._row(handle)
-        self._released.add(handle)
-
-    def routes(self, handle: int) -> np.ndarray | None:
-        """Expert ids along the context, for every token that has been fed."""
-        chunks = self._row(handle).routes
-        return np.concatenate(chunks) if chunks else None
+        for row in self._rows:
+            if row.handle == handle:
+                self._release(row)
 
     def update_weights(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Check and take new weights. All of them or none: a wrong set leaves the old version serving."""
-        if any(row.active for row in self._rows if row.handle not in self._released):
-            raise WeightSyncError(f"cannot take version {version.step} while requests are being sampled")
+        """Check and take new weights. All of them or none: a wrong set leaves the old version serving.
+
+        What other weights computed is forgotten. Requests under way keep what they sampled, each token with its
+        version, and read their contexts again.
+        """
         own = self._model.state_dict()
         problems = [f"missing {n}" for n in own if n not in tensors]
         problems += [f"unexpected {n}" for n in tensors if n not in own]
@@ -168,39 +172,55 @@ class K3Engine:
         if problems:
             raise WeightSyncError(f"version {version.step} refused, {self._version.step} stays: {'; '.join(problems)}")
         self._model.load_state_dict(dict(tensors))
+        if version.digest != self._version.digest:
+            self._rows = [row for row in self._rows if row.active is not None]
+            for row in self._rows:
+                if row.active is not None:
+                    row.active.pending = [*row.active.request.token_ids, *row.active.token_ids]
+                    row.context = []
+            self._cache = ValueCache.empty(self._config, 0)
         self._version = version
-        # What the old weights computed must never be continued by the new ones.
-        self._rows, self._cache, self._released = [], ValueCache.empty(self._config, 0), set()
 
-    def _row(self, handle: int) -> _Row:
+    def _idle_row(self, handle: int | None) -> _Row | None:
         for row in self._rows:
-            if row.handle == handle and handle not in self._released:
+            if row.handle == handle and row.active is None and handle not in self._released:
                 return row
-        raise EngineError(f"no live context has handle {handle}")
+        return None
 
-    def _drop_released(self) -> None:
+    def _release(self, row: _Row) -> None:
+        row.active = None
+        self._released.add(row.handle)
+
+    def _settle(self) -> None:
+        """Make the cache's rows those of the list: drop what was released, add what is new."""
         if self._released:
             keep = [i for i, row in enumerate(self._rows) if row.handle not in self._released]
-            self._cache = self._cache.select(torch.tensor(keep, dtype=torch.int64))
+            cached = [i for i in keep if i < self._cache.num_sequences]
+            self._cache = self._cache.select(torch.tensor(cached, dtype=torch.int64))
             self._rows = [self._rows[i] for i in keep]
             self._released = set()
+        if len(self._rows) > self._cache.num_sequences:
+            self._cache = self._cache.extend(len(self._rows) - self._cache.num_sequences)
 
     def _feed(self) -> torch.Tensor:
         """Run the forward over all pending tokens; return the hidden row [M, D] after each active row's last token."""
         pending = [row.active.pending if row.active else [] for row in self._rows]
         batch = TokenBatch.pack([torch.tensor(p, dtype=torch.int64) for p in pending])
         out = self._model(batch, self._cache)
-        assert isinstance(out.cache, ValueCache)
+        assert out.cache is not None
         self._cache = out.cache
         routes = None if out.routes is None else out.routes.numpy().astype(np.uint16)
-        bounds = batch.cu_seqlens.tolist()
-        for row, start, end in zip(self._rows, bounds, bounds[1:], strict=False):
-            if row.active is not None:
-                row.context += row.active.pending
-                row.active.pending = []
-                if routes is not None:
-                    row.routes.append(routes[start:end])
-        ends = [end - 1 for row, end in zip(self._rows, bounds[1:], strict=True) if row.active is not None]
+        ends = []
+        for row, (start, end) in zip(self._rows, itertools.pairwise(batch.cu_seqlens.tolist()), strict=True):
+            if row.active is None:
+                continue
+            ends.append(end - 1)
+            told = max(row.active.routes_end - len(row.context), 0)
+            row.context += row.active.pending
+            row.active.pending = []
+            row.active.routes_end = max(row.active.routes_end, len(row.context))
+            if routes is not None:
+                row.active.routes.append(routes[min(start + told, end) : end])
         return out.hidden[torch.tensor(ends)]
 
     def _record(self, row: _Row, active: _Active, token: int, logprob: float) -> Completion | None:
@@ -222,4 +242,6 @@ class K3Engine:
             versions=tuple(active.versions),
             stop_reason=reason,
             handle=row.handle,
+            routes=np.concatenate(active.routes) if active.routes else None,
+            routes_start=active.routes_start,
         )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from k3rl.rollout.agent_loop import AgentLoop, EpisodeSpec
 from k3rl.rollout.chat_format import build_chat_format
-from k3rl.rollout.demonstrations import demonstrate
+from k3rl.rollout.demonstrations import DemonstrationLoop
 from k3rl.rollout.k3_engine import K3Engine
 
 if TYPE_CHECKING:
@@ -45,4 +45,4 @@ class RolloutWorker:
 
     def demonstrate(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:
         """Play episodes with the environment's demonstrator."""
-        return demonstrate(specs, self._format, self._config.environment, self._config.seed)
+        return DemonstrationLoop(self._format, self._config.environment, self._config.seed).run(specs)

@@ -19,7 +19,7 @@ SPLITS = ((1,), (15,), (16,), (17,), (33,), (15, 33), (1, 2, 3), (16, 32))
 
 
 def check_cache(model: K3Model, make_cache: Callable[[int], Cache], *, tolerance: float = 1e-5) -> None:
-    """Check that any way to cut, pause, fork and reorder sequences gives the hidden states of the whole.
+    """Check that any way to cut, pause, fork, add and reorder sequences gives the hidden states of the whole.
 
     Args:
         model: the model whose forward takes the cache.
@@ -34,6 +34,7 @@ def check_cache(model: K3Model, make_cache: Callable[[int], Cache], *, tolerance
             _check_cuts(model, make_cache(len(ids)), ids, whole, cuts, tolerance)
         _check_pause(model, make_cache(len(ids)), ids, whole, tolerance)
         _check_fork(model, make_cache(len(ids)), ids, generator, tolerance)
+        _check_extend(model, make_cache(1), ids, whole, tolerance)
 
 
 def _split(rows: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -92,3 +93,19 @@ def _check_fork(
     for row, tail, rows_got in zip(rows, tails, got, strict=True):
         joined = torch.cat([ids[row][: 18 + row], tail])
         _close(rows_got, model(TokenBatch.pack([joined])).hidden[18 + row :], tolerance, f"fork of sequence {row}")
+
+
+def _check_extend(
+    model: K3Model, cache: Cache, ids: Sequence[torch.Tensor], whole: Sequence[torch.Tensor], tolerance: float
+) -> None:
+    """Two sequences join one that is under way; when it leaves, they go on."""
+    begun = model(TokenBatch.pack([ids[0][:21]]), cache).cache
+    assert begun is not None
+    joined = model(TokenBatch.pack([ids[0][:0], ids[1][:17], ids[2][:5]]), begun.extend(2)).cache
+    assert joined is not None
+    left = joined.select(torch.tensor([2, 1]))
+    assert left.lengths.tolist() == [5, 17]
+    parts = [ids[2][5:], ids[1][17:]]
+    last, middle = _split(model(TokenBatch.pack(parts), left).hidden, parts)
+    _close(last, whole[2][5:], tolerance, "a sequence that joined")
+    _close(middle, whole[1][17:], tolerance, "a sequence that joined")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from k3rl.errors import EngineError
 from k3rl.rollout.engine import Completion, EngineCapabilities, Request
 from k3rl.trajectory import PolicyVersion
 
@@ -24,15 +23,19 @@ class ScriptedEngine:
 
     The logprob of the n-th token of a turn is -n, and its routes are its position in the context. As in a real engine,
     the last sampled token has not been fed when a turn ends. A script that ends without a stop id is a test's mistake.
+    A ``forgetful`` engine never recognises a handle and reads every context again.
     """
 
     capabilities = EngineCapabilities(
         seeded=True, fork=True, routes=True, exact=True, inflight_update=False, preemption=False
     )
 
-    def __init__(self, script: Callable[[Request], Sequence[int]], *, has_routes: bool = True) -> None:
+    def __init__(
+        self, script: Callable[[Request], Sequence[int]], *, has_routes: bool = True, forgetful: bool = False
+    ) -> None:
         self._script = script
         self._has_routes = has_routes
+        self._forgetful = forgetful
         self._queue: list[tuple[int, Request]] = []
         self._contexts: dict[int, int] = {}
         self._numbers = itertools.count()
@@ -46,10 +49,13 @@ class ScriptedEngine:
         """Handles that were not released."""
         return set(self._contexts)
 
+    @property
+    def num_queued(self) -> int:
+        """Requests that are not over."""
+        return len(self._queue)
+
     def submit(self, request: Request) -> int:
         """Queue a request."""
-        if request.handle is not None and request.handle not in self._contexts:
-            raise EngineError(f"no live context has handle {request.handle}")
         number = next(self._numbers)
         kept = Request(
             token_ids=tuple(request.token_ids),
@@ -68,21 +74,20 @@ class ScriptedEngine:
         done, self._queue = [self._complete(number, request) for number, request in self._queue], []
         return done
 
+    def abort(self, request: int) -> None:
+        """Forget a request."""
+        self._queue = [(number, queued) for number, queued in self._queue if number != request]
+
     def fork(self, handle: int) -> int:
         """Return a second handle of the same context."""
         copy = next(self._handles)
-        self._contexts[copy] = self._contexts[handle]
+        if handle in self._contexts:
+            self._contexts[copy] = self._contexts[handle]
         return copy
 
     def release(self, handle: int) -> None:
         """Forget a handle."""
-        if self._contexts.pop(handle, None) is None:
-            raise EngineError(f"no live context has handle {handle}")
-
-    def routes(self, handle: int) -> np.ndarray | None:
-        """The position of each token, as the route of one layer with one expert."""
-        positions = np.arange(self._contexts[handle], dtype=np.uint16)
-        return positions.reshape(-1, 1, 1) if self._has_routes else None
+        self._contexts.pop(handle, None)
 
     def update_weights(self, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take a new version; there are no weights."""
@@ -96,8 +101,10 @@ class ScriptedEngine:
                 break
         stopped = bool(ids) and ids[-1] in request.stop_ids
         assert stopped or len(ids) == request.max_tokens, "the script ended before the turn did"
-        handle = next(self._handles) if request.handle is None else request.handle
-        self._contexts[handle] = len(request.token_ids) + len(ids) - 1
+        known = -1 if request.handle is None or self._forgetful else request.handle
+        start = self._contexts.get(known, 0)
+        handle = known if known in self._contexts else next(self._handles)
+        self._contexts[handle] = end = len(request.token_ids) + len(ids) - 1
         return Completion(
             request=number,
             token_ids=np.asarray(ids, dtype=np.int32),
@@ -105,4 +112,6 @@ class ScriptedEngine:
             versions=(self.version,) * len(ids),
             stop_reason="stop" if stopped else "length",
             handle=handle,
+            routes=np.arange(start, end, dtype=np.uint16).reshape(-1, 1, 1) if self._has_routes else None,
+            routes_start=start,
         )

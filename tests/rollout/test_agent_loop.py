@@ -15,11 +15,11 @@ from k3rl.envs.registry import make
 from k3rl.errors import EngineError
 from k3rl.rollout.agent_loop import AgentLoop, EpisodeSpec
 from k3rl.rollout.chat_format import ChatFormat, make_chat_format, make_tokenizer
-from k3rl.rollout.demonstrations import DEMONSTRATOR, demonstrate
+from k3rl.rollout.demonstrations import DEMONSTRATOR, DemonstrationLoop
 from k3rl.rollout.engine import Completion, Request
 from k3rl.testing.environments import CountEnvironment
 from k3rl.testing.scripted_engine import SCRIPTED, ScriptedEngine
-from k3rl.trajectory import NO_ROUTE, Outcome, Reward, Task, Trajectory, TrajectoryKey
+from k3rl.trajectory import NO_ROUTE, Outcome, Reward, Task, Trajectory, TrajectoryKey, to_table
 
 COUNT = "k3rl.testing.environments:CountEnvironment"
 COIN = "k3rl.testing.environments:CoinEnvironment"
@@ -254,18 +254,40 @@ def test_routes_go_to_their_segments_and_tokens_never_fed_have_none() -> None:
     ]
 
 
+def test_an_engine_that_forgets_its_handles_gives_the_same_trajectory() -> None:
+    turns = [MORE, MORE, AssistantAction(answer="2")]
+    (wanted,), _, chat_format = _play(turns)
+    asst, scripted = chat_format.tokenizer.marker("<|asst|>"), [chat_format.render_action(t) for t in turns]
+    engine = ScriptedEngine(lambda r: scripted[list(r.token_ids).count(asst) - 1], forgetful=True)
+    (found,) = AgentLoop(engine, chat_format, _config(), run_seed=0).run(_specs(1), 1.0)
+    assert to_table([found]).equals(to_table([wanted]))
+    assert len({r.handle for r in engine.requests}) == 3
+    assert engine.live_handles == set()
+
+
 class _BreaksInStep(ScriptedEngine):
+    """Breaks in its third step, with some requests waiting and some contexts kept."""
+
+    steps = 0
+
     def step(self) -> list[Completion]:
-        raise EngineError("broken")
+        self.steps += 1
+        if self.steps == 3:
+            raise EngineError("broken")
+        return super().step()
 
 
-def test_environments_are_closed_when_the_engine_breaks() -> None:
+def test_an_engine_that_breaks_is_left_empty_and_the_environments_are_closed() -> None:
     config = _config()
-    engine = _BreaksInStep(lambda request: [])
+    chat_format = _format(config)
+    engine = _BreaksInStep(lambda request: chat_format.render_action(MORE))
     CountEnvironment.closed.clear()
     with pytest.raises(EngineError, match="broken"):
-        AgentLoop(engine, _format(config), config, run_seed=0).run(_specs(3), 1.0)
+        AgentLoop(engine, chat_format, config, run_seed=0).run(_specs(3), 1.0)
     assert sorted(CountEnvironment.closed) == [0, 1, 2]
+    assert len(engine.requests) == 9
+    assert engine.live_handles == set()
+    assert engine.num_queued == 0
 
 
 def test_a_finished_episode_leaves_the_engine_before_the_others_end() -> None:
@@ -359,7 +381,7 @@ def test_demonstrations_are_what_the_agent_loop_would_have_recorded(name: str, c
     defaults: dict[str, Any] = {"max_turns": 8, "max_tokens_per_turn": 200, "max_episode_tokens": 6000}
     config = _config("k3rl/Shop-v0", **{**defaults, **changes})
     chat_format = _format(config, name)
-    for demonstration in demonstrate(_specs(8), chat_format, config, run_seed=0):
+    for demonstration in DemonstrationLoop(chat_format, config, run_seed=0).run(_specs(8)):
         replayed = _replay(demonstration, chat_format, config)
         assert demonstration.outcome == replayed.outcome
         assert demonstration.task == replayed.task
@@ -373,10 +395,18 @@ def test_demonstrations_are_what_the_agent_loop_would_have_recorded(name: str, c
 
 def test_demonstrations_succeed_about_as_often_as_the_demonstrator_does() -> None:
     config = _config(COIN)
-    demonstrations = demonstrate(_specs(400), _format(config), config, run_seed=0)
+    demonstrations = DemonstrationLoop(_format(config), config, run_seed=0).run(_specs(400))
     rate = np.mean([d.total_reward(["outcome"]) or 0.0 for d in demonstrations])
     assert 0.42 < rate < 0.58
-    again = demonstrate(_specs(400), _format(config), config, run_seed=0)
+    again = DemonstrationLoop(_format(config), config, run_seed=0).run(_specs(400))
     assert [_ids(d) for d in again] == [_ids(d) for d in demonstrations]
-    other = demonstrate(_specs(400), _format(config), config, run_seed=1)
+    other = DemonstrationLoop(_format(config), config, run_seed=1).run(_specs(400))
     assert [_ids(d) for d in other] != [_ids(d) for d in demonstrations]
+
+
+@pytest.mark.parametrize("fault", ["raise_reset", "raise_step", "exit_step", "hang_step", "no_info"])
+def test_a_demonstration_that_breaks_fails_its_own_episode_only(fault: str) -> None:
+    config = _config(options={"fault": fault, "hang_s": 3.0}, step_timeout_s=0.5)
+    demonstrations = DemonstrationLoop(_format(config), config, run_seed=0).run(_specs(4))
+    assert [d.outcome.status for d in demonstrations] == ["completed", "failed", "completed", "failed"]
+    assert {d.outcome.cause for d in demonstrations[1::2]} == {"env"}

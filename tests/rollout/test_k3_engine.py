@@ -56,6 +56,13 @@ def _sample(engine: K3Engine, *requests: Request) -> list[Completion]:
     return _finish(engine, [engine.submit(r) for r in requests])
 
 
+def _routes(*turns: Completion) -> np.ndarray:
+    """Routes along a context, of the turns that read it one after the other."""
+    parts = [c.routes for c in turns if c.routes is not None]
+    assert [c.routes_start for c in turns] == np.cumsum([0, *map(len, parts)]).tolist()[:-1]
+    return np.concatenate(parts)
+
+
 def _same(first: Completion, second: Completion, tolerance: float = 1e-5) -> None:
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert np.abs(first.logprobs - second.logprobs).max() <= tolerance
@@ -120,12 +127,8 @@ def test_going_on_from_a_handle_equals_the_whole_context_from_cold(length: int) 
     assert other != going_on.request
     assert going_on.handle == first.handle
     _same(going_on, cold)
-    routes, cold_engine = warm.routes(going_on.handle), _engine()
-    (again,) = _sample(cold_engine, second)
-    cold_routes = cold_engine.routes(again.handle)
-    assert routes is not None
-    assert cold_routes is not None
-    assert (routes == cold_routes).all()
+    assert (first.routes_start, going_on.routes_start, cold.routes_start) == (0, length + 8, 0)
+    assert (_routes(first, going_on) == _routes(cold)).all()
 
 
 def test_forks_go_on_apart_and_outlive_the_handle_they_came_from() -> None:
@@ -141,50 +144,61 @@ def test_forks_go_on_apart_and_outlive_the_handle_they_came_from() -> None:
     (went_right,) = _sample(engine, right)
     _same(went_left, _sample(_engine(), replace(left, handle=None))[0])
     _same(went_right, _sample(_engine(), replace(right, handle=None))[0])
-    routes = engine.routes(fork)
-    assert routes is not None
-    assert len(routes) == len(context) + 1 + base.max_tokens - 1
+    assert went_right.handle == fork
+    assert len(_routes(first, went_right)) == len(context) + 1 + base.max_tokens - 1
 
 
-def test_a_released_or_unknown_handle_is_refused_everywhere() -> None:
-    engine = _engine()
-    base = _request(6, seed=1)
-    (done,) = _sample(engine, base)
+def _going_on(base: Request, done: Completion, **changes: object) -> Request:
+    """The next turn of what ``done`` sampled."""
+    context = [*base.token_ids, *done.token_ids.tolist(), 7]
+    return replace(base, token_ids=context, seed=2, **changes)  # type: ignore[arg-type]
+
+
+def test_a_handle_that_is_released_unknown_in_use_or_of_another_context_costs_a_recomputation_only() -> None:
+    engine, base = _engine(), _request(6, seed=1)
+    (done,), (other,) = _sample(engine, base), _sample(engine, _request(9, seed=3))
+    wanted = _sample(_engine(), _going_on(base, done))[0]
+    for handle in (12345, other.handle):
+        (found,) = _sample(engine, _going_on(base, done, handle=handle))
+        _same(found, wanted)
+        assert found.handle not in (done.handle, other.handle, handle)
+        assert len(_routes(found)) == len(_routes(wanted))
+    twice = _sample(engine, *[_going_on(base, done, handle=done.handle)] * 2)
+    assert sorted(c.routes_start for c in twice) == [0, len(base.token_ids) + base.max_tokens - 1]
+    for found in twice:
+        _same(found, wanted)
     engine.release(done.handle)
-    for handle in (done.handle, 12345):
-        with pytest.raises(EngineError, match=f"handle {handle}"):
-            engine.release(handle)
-        with pytest.raises(EngineError, match=f"handle {handle}"):
-            engine.fork(handle)
-        with pytest.raises(EngineError, match=f"handle {handle}"):
-            engine.routes(handle)
-        with pytest.raises(EngineError, match=f"handle {handle}"):
-            engine.submit(replace(base, handle=handle))
-    assert engine.step() == []
+    engine.release(done.handle)
+    _same(_sample(engine, _going_on(base, done, handle=done.handle))[0], wanted)
+    _same(_sample(engine, _going_on(base, done, handle=engine.fork(done.handle)))[0], wanted)
 
 
-def test_a_request_released_while_it_samples_ends_and_the_others_go_on() -> None:
-    engine = _engine()
-    engine.submit(REQUESTS[0])
-    kept = engine.submit(REQUESTS[3])
-    engine.step()
-    engine.release(0)
-    (found,) = _finish(engine, [kept])
-    _same(found, _sample(_engine(), REQUESTS[3])[0])
-
-
-def test_a_context_that_the_handle_does_not_cover_is_refused_and_costs_the_handle_nothing() -> None:
-    engine = _engine()
-    base = _request(6, seed=1)
+def test_a_context_that_is_not_longer_than_what_a_handle_covers_is_read_again() -> None:
+    engine, base = _engine(), _request(6, seed=1)
     (done,) = _sample(engine, base)
-    context = [*base.token_ids, *done.token_ids.tolist()]
-    covered = context[:-1]  # the last sampled token is not fed yet
+    covered = [*base.token_ids, *done.token_ids.tolist()][:-1]  # the last sampled token is not fed yet
     wrong = [*covered[:3], (covered[3] + 1) % CONFIG.vocab_size, *covered[4:], 1]
     for ids in (covered, covered[:4], wrong):
-        with pytest.raises(EngineError, match="does not continue"):
-            engine.submit(replace(base, token_ids=ids, handle=done.handle))
-    going_on = replace(base, token_ids=context, seed=2)
-    _same(_sample(engine, replace(going_on, handle=done.handle))[0], _sample(_engine(), going_on)[0])
+        request = replace(base, token_ids=ids)
+        _same(_sample(engine, replace(request, handle=done.handle))[0], _sample(_engine(), request)[0])
+    (going_on,) = _sample(engine, _going_on(base, done, handle=done.handle))
+    assert going_on.routes_start == len(covered)
+
+
+def test_nothing_is_kept_of_what_was_released_or_aborted_and_the_others_go_on() -> None:
+    engine = _engine()
+    numbers = [engine.submit(r) for r in REQUESTS]
+    engine.step()
+    assert engine.num_contexts == len(REQUESTS)
+    for number in [*numbers[:3], *numbers[4:], 12345]:
+        engine.abort(number)
+    (found,) = _finish(engine, [numbers[3]])
+    _same(found, _sample(_engine(), REQUESTS[3])[0])
+    engine.abort(found.request)
+    assert engine.num_contexts == 1
+    engine.release(found.handle)
+    assert engine.num_contexts == 0
+    assert engine.step() == []
 
 
 @pytest.mark.parametrize(
@@ -206,18 +220,6 @@ def test_an_impossible_request_is_refused_and_the_others_go_on(changes: dict[str
     _same(_finish(engine, [number])[0], _sample(_engine(), REQUESTS[2])[0])
 
 
-def test_a_handle_that_samples_can_neither_be_forked_nor_asked_again() -> None:
-    engine = _engine()
-    base = _request(6, seed=1)
-    (done,) = _sample(engine, base)
-    going_on = replace(base, token_ids=[*base.token_ids, *done.token_ids.tolist()], handle=done.handle)
-    engine.submit(going_on)
-    with pytest.raises(EngineError, match="sampling"):
-        engine.submit(going_on)
-    with pytest.raises(EngineError, match="sampling"):
-        engine.fork(done.handle)
-
-
 def test_the_same_weights_three_times_sample_bit_for_bit_what_a_fresh_engine_samples() -> None:
     tensors = _weights()
     engine = _engine()
@@ -227,6 +229,7 @@ def test_the_same_weights_three_times_sample_bit_for_bit_what_a_fresh_engine_sam
         assert engine.version.digest == weights_digest(tensors)
         for found, wanted in zip(_sample(engine, *REQUESTS), expected, strict=True):
             _same(found, wanted, tolerance=0.0)
+            engine.release(found.handle)
 
 
 def test_new_weights_sample_what_a_fresh_engine_with_them_samples() -> None:
@@ -278,25 +281,42 @@ def test_a_wrong_set_of_weights_is_refused_and_the_old_version_goes_on_serving(h
     _same(_sample(engine, replace(going_on, handle=done.handle))[0], _sample(_engine(), going_on)[0])
 
 
-def test_weights_are_refused_while_requests_are_sampled_and_taken_afterwards() -> None:
+@pytest.mark.parametrize("after", [1, 3, 7])
+def test_requests_under_way_go_on_under_new_weights_from_what_they_have_sampled(after: int) -> None:
     engine, new = _engine(), _weights(1)
-    number = engine.submit(REQUESTS[4])
-    engine.step()
-    with pytest.raises(WeightSyncError, match="being sampled"):
-        engine.update_weights(_version(new, 1), new)
-    (found,) = _finish(engine, [number])
-    _same(found, _sample(_engine(), REQUESTS[4])[0])
-    engine.update_weights(_version(new, 1), new)
-    assert engine.version.step == 1
+    old_all = _sample(_engine(), *REQUESTS)
+    numbers = [engine.submit(r) for r in REQUESTS]
+    found = {c.request: c for _ in range(after) for c in engine.step()}
+    engine.update_weights(_version(new, step=1), new)
+    found |= {c.request: c for _ in range(20) for c in engine.step()}
+    for request, number, old in zip(REQUESTS, numbers, old_all, strict=True):
+        completion, n = found[number], min(after, request.max_tokens)
+        ids = completion.token_ids.tolist()
+        assert [v.step for v in completion.versions] == [0] * n + [1] * (request.max_tokens - n)
+        assert ids[:n] == old.token_ids.tolist()[:n]
+        read = len(request.token_ids) + n - 1
+        assert (_routes(completion)[:read] == _routes(old)[:read]).all()
+        assert len(_routes(completion)) == len(request.token_ids) + len(ids) - 1
+        if n < request.max_tokens:
+            # Token for token what the new weights say of this context.
+            model = K3Model(CONFIG, 1).eval()
+            context = torch.tensor([*request.token_ids, *ids])
+            with torch.no_grad():
+                hidden = model(TokenBatch.pack([context[:-1]])).hidden[len(request.token_ids) + n - 1 :]
+                logprobs = model.token_logprobs(hidden, context[len(request.token_ids) + n :], 1.0).logprob
+            assert np.abs(logprobs.numpy() - completion.logprobs[n:]).max() <= 1e-5
 
 
-def test_a_handle_of_old_weights_is_not_continued_by_new_ones() -> None:
-    engine, new = _engine(), _weights(1)
-    base = _request(6, seed=1)
+def test_a_handle_outlives_a_new_version_of_the_same_weights_but_not_other_weights() -> None:
+    engine, base, same, new = _engine(), _request(6, seed=1), _weights(), _weights(1)
     (done,) = _sample(engine, base)
-    engine.update_weights(_version(new, 1), new)
-    with pytest.raises(EngineError, match="handle"):
-        engine.submit(replace(base, token_ids=[*base.token_ids, *done.token_ids.tolist()], handle=done.handle))
+    engine.update_weights(_version(same, 1), same)
+    (warm,) = _sample(engine, _going_on(base, done, handle=done.handle))
+    assert (warm.routes_start, {v.step for v in warm.versions}) == (len(base.token_ids) + base.max_tokens - 1, {1})
+    engine.update_weights(_version(new, 2), new)
+    (cold,) = _sample(engine, _going_on(base, done, handle=warm.handle))
+    assert cold.routes_start == 0
+    _same(cold, _sample(_engine(1), _going_on(base, done))[0])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
@@ -315,8 +335,7 @@ def test_weights_that_are_not_finite_are_an_error_that_names_the_version(name: s
 
 
 def _as_trajectory(engine: K3Engine, request: Request, completion: Completion, temperature: float) -> Trajectory:
-    routes = engine.routes(completion.handle)
-    assert routes is not None
+    routes = _routes(completion)
     n, total = len(request.token_ids), len(request.token_ids) + len(completion.token_ids)
     assert len(routes) == total - 1
     padded = np.full((total, *routes.shape[1:]), NO_ROUTE, dtype=np.uint16)
@@ -358,8 +377,7 @@ def test_the_learner_computes_the_logprobs_that_the_engine_sampled_with(temperat
     assert gap <= 1e-5
     for request, completion in zip(requests, completions, strict=True):
         ids = torch.tensor([*request.token_ids, *completion.token_ids.tolist()])
-        routes = engine.routes(completion.handle)
-        assert routes is not None
+        routes = _routes(completion)
         packed = TokenBatch.pack([ids[:-1]], [torch.from_numpy(routes.astype(np.int64))])
         out = model(packed)
         assert out.routes is not None
