@@ -76,7 +76,7 @@ class StepInfo:
 Observation = tuple[Message, ...]
 
 
-class Policy(Protocol):
+class Player(Protocol):
     """A scripted player."""
 
     def act(self, history: Sequence[Message]) -> AssistantAction:

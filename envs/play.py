@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from k3rl.envs.base import AssistantAction, Message, StepInfo
 
 if TYPE_CHECKING:
-    from k3rl.envs.base import Policy
+    from k3rl.envs.base import Player
     from k3rl.trajectory import Task
 
 
@@ -27,10 +27,10 @@ class Episode:
         return sum(r.value or 0.0 for info in self.infos for r in info.rewards if r.name == component)
 
 
-def play(env: Any, policy: Policy | None, task: Task, max_turns: int = 32) -> Episode:
+def play(env: Any, policy: Player | None, task: Task, max_turns: int = 32) -> Episode:
     """Play ``task`` with ``policy`` (None: the environment's expert) until it ends or ``max_turns`` are used."""
     observation, _ = env.reset(options={"task": task})
-    player: Policy = policy or env.unwrapped.expert()
+    player: Player = policy or env.unwrapped.expert()
     messages, actions, infos = list(observation), [], []
     reward, terminated = 0.0, False
     for _ in range(max_turns):

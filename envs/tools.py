@@ -27,12 +27,12 @@ from k3rl.envs.base import (
     MessageEnvironment,
     MessageSpace,
     Observation,
-    Policy,
+    Player,
     StepInfo,
     ToolCall,
 )
 from k3rl.envs.schema import ArgumentError, Parameters
-from k3rl.errors import EnvError
+from k3rl.errors import EnvError, RewardError, SandboxError
 from k3rl.trajectory import Reward, Task
 
 if TYPE_CHECKING:
@@ -85,12 +85,10 @@ class ToolEnvironment(MessageEnvironment):
                 tools[name] = _Tool(name, inspect.getdoc(method) or "", Parameters(method))
         cls._tools = tools
 
-    def __init__(self, *, max_output_chars: int = 4000, max_turns: int | None = None) -> None:
+    def __init__(self, *, max_output_chars: int = 4000) -> None:
         self.action_space = ActionSpace(self.tool_schemas)
         self.observation_space = MessageSpace()
         self._max_output_chars = max_output_chars
-        self._max_turns = max_turns
-        self._turns = 0
         self._reached: set[str] = set()
         self._playing = False
 
@@ -118,11 +116,11 @@ class ToolEnvironment(MessageEnvironment):
         """Milestones reached so far; each is worth 1 / number of names, once."""
         return ()
 
-    def expert(self) -> Policy:
+    def expert(self) -> Player:
         """A policy that solves the task; it sees messages only."""
         raise NotImplementedError(f"{type(self).__name__} must define expert")
 
-    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> Policy:
+    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> Player:
         """An imperfect policy; ``slips`` are probabilities by name (None: the environment's)."""
         return self.expert()
 
@@ -132,7 +130,7 @@ class ToolEnvironment(MessageEnvironment):
         """Start the task of ``options["task"]``, or row ``seed`` of split ``options["split"]``."""
         super().reset(seed=seed)
         task = self.choose_task(seed, options)
-        self._turns, self._reached, self._playing = 0, set(), True
+        self._reached, self._playing = set(), True
         return self.start(task, self.task_rng(task)), {"k3rl": StepInfo(), "task": task}
 
     def step(self, action: AssistantAction) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
@@ -140,10 +138,10 @@ class ToolEnvironment(MessageEnvironment):
 
         Raises:
             EnvError: there is no episode to step, or the environment itself failed.
+            RewardError: ``grade`` failed, so nobody knows what the answer is worth.
         """
         if not self._playing:
             raise EnvError("no episode is running: call reset first")
-        self._turns += 1
         observation, num_calls, num_invalid = self._respond(action)
         new = tuple(m for m in self.milestones() if m not in self._reached)
         self._reached.update(new)
@@ -152,12 +150,19 @@ class ToolEnvironment(MessageEnvironment):
             rewards.append(Reward("milestone", len(new) / len(names)))
         terminated = action.error is None and action.answer is not None
         if terminated:
-            rewards.append(Reward("outcome", float(self.grade(action.answer or ""))))
-        truncated = not terminated and self._max_turns is not None and self._turns >= self._max_turns
-        self._playing = not (terminated or truncated)
+            rewards.append(self._graded(action.answer or ""))
+        self._playing = not terminated
         info = StepInfo(rewards=tuple(rewards), tool_calls=num_calls, invalid_calls=num_invalid, milestones=new)
         total = float(sum(r.value or 0.0 for r in rewards))
-        return observation, total, terminated, truncated, {"k3rl": info}
+        return observation, total, terminated, False, {"k3rl": info}
+
+    def _graded(self, answer: str) -> Reward:
+        try:
+            return Reward("outcome", float(self.grade(answer)))
+        except EnvError:
+            raise
+        except Exception as error:
+            raise RewardError(f"grade: {type(error).__name__}: {error}") from error
 
     def _respond(self, action: AssistantAction) -> tuple[Observation, int, int]:
         """Messages that answer the action, number of calls, number of invalid ones (no action at all is one)."""
@@ -179,7 +184,7 @@ class ToolEnvironment(MessageEnvironment):
             return self._error(found.name, "bad_arguments", str(error)), False
         try:
             content = str(getattr(self, found.name)(**arguments))
-        except EnvError:
+        except (EnvError, SandboxError):
             raise
         except ToolError as error:
             return Message(role="tool", content=self._cap(str(error)), tool=found.name), False

@@ -147,6 +147,8 @@ class RolloutConfig:
     groups_per_step: int = 16
     group_size: int = 8
     temperature: float = 1.0
+    max_attempts: int = 3
+    """How often an episode is played that infrastructure fails (the environment, say); then it has no reward."""
     max_failed_frac: float = 0.5
     """Stop when more than this share of a step's episodes was failed by the environment or other infrastructure."""
     timeout_s: float = 300.0
@@ -282,6 +284,7 @@ class RunConfig:
             "rollout.threads_per_worker": self.rollout.threads_per_worker,
             "rollout.groups_per_step": self.rollout.groups_per_step,
             "rollout.group_size": self.rollout.group_size,
+            "rollout.max_attempts": self.rollout.max_attempts,
             "learner.threads": self.learner.threads,
             "learner.micro_batch_tokens": self.learner.micro_batch_tokens,
             "learner.max_skipped_updates": self.learner.max_skipped_updates,

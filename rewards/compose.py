@@ -6,27 +6,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from k3rl.rewards.base import RewardFunction, absence_cause, last_action, validate
+from k3rl.rewards.base import absence_cause, last_action, validate
 from k3rl.rewards.milestone import MilestoneReward
 from k3rl.rewards.outcome import OutcomeReward
+from k3rl.rewards.signal import no_signal_reason
 from k3rl.trajectory import Reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from k3rl.metrics import Metrics
+    from k3rl.rewards.signal import NoSignal
     from k3rl.trajectory import Trajectory
 
 
-def compose(
-    trajectory: Trajectory, weights: Mapping[str, float], functions: Mapping[str, RewardFunction] | None = None
-) -> np.ndarray | None:
+def compose(trajectory: Trajectory, weights: Mapping[str, float]) -> np.ndarray | None:
     """Weighted sum of the components on each segment.
 
     Args:
         trajectory: what to score.
         weights: weight by component; a component of weight 0 is not asked for.
-        functions: reward functions by name; other names are read from what the environment recorded.
 
     Returns:
         ``[S]`` float64: 0 where nothing was earned, NaN where a component is absent; None when the policy never acted.
@@ -37,28 +36,19 @@ def compose(
     for name, weight in weights.items():
         if weight == 0:
             continue
-        for i, reward in enumerate(component(trajectory, name, functions)):
+        for i, reward in enumerate(component(trajectory, name)):
             if reward is not None:
                 total[i] += np.nan if reward.value is None else weight * reward.value
     return total
 
 
-def component(
-    trajectory: Trajectory, name: str, functions: Mapping[str, RewardFunction] | None = None
-) -> list[Reward | None]:
+def component(trajectory: Trajectory, name: str) -> list[Reward | None]:
     """Rewards of one component, an entry per segment."""
-    function = (functions or {}).get(name)
-    if function is None:
-        function = OutcomeReward() if name == "outcome" else MilestoneReward(name)
+    function = OutcomeReward() if name == OutcomeReward.name else MilestoneReward(name)
     return validate(function, trajectory.task, trajectory)
 
 
-def compose_value(
-    trajectory: Trajectory,
-    weights: Mapping[str, float],
-    functions: Mapping[str, RewardFunction] | None = None,
-    metrics: Metrics | None = None,
-) -> Reward:
+def compose_value(trajectory: Trajectory, weights: Mapping[str, float], metrics: Metrics | None = None) -> Reward:
     """Weighted sum over the trajectory, called ``total``; absent with the cause of the first absent component.
 
     ``metrics`` gets ``reward/<component>`` and ``reward/total`` (means over the trajectories that have them) and
@@ -66,7 +56,7 @@ def compose_value(
     """
     total, cause = 0.0, None if last_action(trajectory) is not None else absence_cause(trajectory)
     for name, weight in weights.items():
-        rewards = [r for r in component(trajectory, name, functions) if r is not None]
+        rewards = [r for r in component(trajectory, name) if r is not None]
         missing = next((r for r in rewards if r.value is None), None)
         value = sum(r.value for r in rewards if r.value is not None)
         absent = missing is not None or not rewards
@@ -86,16 +76,10 @@ def compose_value(
     return Reward("total", total)
 
 
-def signal_reason(group: Sequence[Trajectory], weights: Mapping[str, float], signal: str = "total") -> str | None:
+def signal_reason(group: Sequence[Trajectory], weights: Mapping[str, float], signal: str = "total") -> NoSignal | None:
     """Why a group teaches nothing, or None when it does.
 
     ``signal`` names the component that must vary among the trajectories that have it; ``total`` is the weighted sum.
     """
     wanted = weights if signal == "total" else {signal: 1.0}
-    rewards = [compose_value(t, wanted) for t in group]
-    values = [r.value for r in rewards if r.value is not None]
-    if len(values) < 2:
-        return "too_few_scored"
-    if max(values) - min(values) <= 1e-12:
-        return "all_same"
-    return None
+    return no_signal_reason([compose_value(t, wanted).value for t in group])

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from k3rl.envs.registry import make
-from k3rl.errors import EngineError
+from k3rl.errors import EngineError, RewardError, SandboxError
 from k3rl.rollout.deadline import call_all
 from k3rl.rollout.engine import Completion, Request
 from k3rl.trajectory import (
     NO_ROUTE,
+    FailureCause,
     Outcome,
     PolicyVersion,
     Reward,
@@ -187,8 +188,13 @@ class EpisodeLoop:
             self._end(episode, Outcome(status="truncated", limit="context_full"))
 
     def _fail(self, episode: Episode, error: BaseException) -> None:
-        detail = f"{type(error).__name__}: {error}"
-        self._end(episode, Outcome(status="failed", cause="env", detail=detail))
+        """Whose fault it was follows from the boundary that the error crossed."""
+        cause: FailureCause = "env"
+        if isinstance(error, RewardError):
+            cause = "grader"
+        elif isinstance(error, SandboxError):
+            cause = "tool"
+        self._end(episode, Outcome(status="failed", cause=cause, detail=f"{type(error).__name__}: {error}"))
 
     def _end(self, episode: Episode, outcome: Outcome) -> None:
         episode.outcome = outcome

@@ -14,7 +14,7 @@ from k3rl.trajectory import Outcome, PolicyVersion
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from k3rl.envs.base import Policy
+    from k3rl.envs.base import Player
     from k3rl.rollout.agent_loop import EpisodeSpec
     from k3rl.trajectory import Trajectory, TrajectoryKey
 
@@ -28,7 +28,7 @@ class DemonstrationLoop(EpisodeLoop):
     def run(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:
         """Play every episode to its end and return the trajectories in the order of ``specs``."""
         episodes = [Episode(spec=spec) for spec in specs]
-        demonstrators: dict[TrajectoryKey, Policy] = {}
+        demonstrators: dict[TrajectoryKey, Player] = {}
 
         def turn(episode: Episode) -> list[int]:
             key = episode.spec.key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import time
@@ -34,6 +35,13 @@ def test_the_kernels_folder_holds_packages_only_so_that_it_never_shadows_hugging
 
 def test_no_package_below_tests_can_shadow_ours() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+@pytest.mark.parametrize("folder", sorted(p.parent.name for p in (ROOT / "kernels").glob("*/reference.py")))
+def test_the_mathematics_of_an_operation_names_each_of_its_public_functions(folder: str) -> None:
+    text = (ROOT / "kernels" / folder / "README.md").read_text()
+    public = importlib.import_module(f"k3rl.kernels.{folder}").__all__
+    assert [name for name in public if f"`{name}`" not in text] == []
 
 
 HELP = """

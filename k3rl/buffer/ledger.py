@@ -113,6 +113,8 @@ class ConsumedSet:
     """
 
     step: int = -1
+    count: int = 0
+    """How many keys are consumed."""
     frontier: int = 0
     exceptions: frozenset[tuple[int, int]] = frozenset()
     """(ordinal, sample) pairs."""
@@ -124,13 +126,15 @@ class ConsumedSet:
         """Plain form, with the exceptions by ordinal."""
         by_ordinal = itertools.groupby(sorted(self.exceptions), key=lambda pair: pair[0])
         exceptions = {str(ordinal): [sample for _, sample in pairs] for ordinal, pairs in by_ordinal}
-        return {"step": self.step, "frontier": self.frontier, "exceptions": exceptions}
+        return {"step": self.step, "count": self.count, "frontier": self.frontier, "exceptions": exceptions}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> ConsumedSet:
         """Inverse of :meth:`to_json`."""
         pairs = {(int(ordinal), sample) for ordinal, samples in values["exceptions"].items() for sample in samples}
-        return ConsumedSet(step=values["step"], frontier=values["frontier"], exceptions=frozenset(pairs))
+        return ConsumedSet(
+            step=values["step"], count=values["count"], frontier=values["frontier"], exceptions=frozenset(pairs)
+        )
 
 
 class Ledger:
@@ -238,7 +242,8 @@ class Ledger:
             f"SELECT ordinal, sample FROM attempts WHERE ordinal < ? GROUP BY ordinal, sample HAVING NOT max({used})",
             (frontier, step),
         ).fetchall()
-        return ConsumedSet(step=step, frontier=frontier, exceptions=frozenset(beyond + unused))
+        count = self._db.execute(f"SELECT count(*) FROM attempts WHERE {used}", (step,)).fetchone()[0]
+        return ConsumedSet(step=step, count=count, frontier=frontier, exceptions=frozenset(beyond + unused))
 
     def restore(self, consumed: ConsumedSet) -> RestoreReport:
         """Make the ledger agree with the manifest that was loaded (``ConsumedSet()`` when there is none).
@@ -379,11 +384,11 @@ class Ledger:
         unknown = [str(key) for key in used if key not in consumed]
         have = {(key.ordinal, key.sample) for key in used}
         missing = [pair for pair in sorted(consumed.exceptions) if pair[0] >= consumed.frontier and pair not in have]
-        if unknown or missing or consumed.frontier > self.next_ordinal:
+        if unknown or missing or len(have) != consumed.count or consumed.frontier > self.next_ordinal:
             raise LedgerError(
                 f"{self.path} and the manifest of step {consumed.step} are not of one run: the ledger has leased "
                 f"{unknown[:5]} that the manifest lacks, and lacks {missing[:5]} (frontier {consumed.frontier}, "
-                f"next ordinal {self.next_ordinal})"
+                f"next ordinal {self.next_ordinal}; {len(have)} samples used there, {consumed.count} here)"
             )
 
 

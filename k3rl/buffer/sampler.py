@@ -9,7 +9,7 @@ from pathlib import Path
 
 from k3rl.buffer.ledger import Attempt, Ledger, Seal, SealResult
 from k3rl.buffer.store import PayloadError, Store
-from k3rl.trajectory import Trajectory
+from k3rl.trajectory import Trajectory, TrajectoryKey
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ SignalTest = Callable[[Sequence[Trajectory]], str | None]
 
 
 class Buffer:
-    """Ledger and payloads of one run, below ``folder`` (``ledger.sqlite`` and ``trajectories/``).
+    """Ledger and payloads of one run, below ``folder`` (``ledger.sqlite`` and ``trajectories/``). It has one writer.
 
     A group that is older than ``max_staleness``, teaches nothing or is damaged is dropped whole, with its reason, in
     the same transaction that leases the batch. Batches are in order of ordinal: the oldest first.
@@ -29,6 +29,7 @@ class Buffer:
         folder.mkdir(parents=True, exist_ok=True)
         self.ledger = Ledger(folder / "ledger.sqlite")
         self.store = Store(folder / "trajectories")
+        self.store.remove_leftovers()
         self.max_staleness = max_staleness
         self.no_signal = no_signal
 
@@ -87,6 +88,11 @@ class Buffer:
         """Trajectories of the ready groups among ``ordinals``, in order of key, damaged ones left out; for metrics."""
         groups = [group for group in self.ready_groups() if group[0].key.ordinal in ordinals]
         return [trajectory for group in groups for trajectory in self._read(group)[1]]
+
+    def digests(self, keys: Sequence[TrajectoryKey]) -> list[str]:
+        """Payload digest of each key, empty for one that has no payload."""
+        attempts = (self.ledger.get(key) for key in keys)
+        return ["" if attempt is None else attempt.digest or "" for attempt in attempts]
 
     def close(self) -> None:
         """Close the ledger."""

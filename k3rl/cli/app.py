@@ -57,7 +57,7 @@ def train(
 
             print_plan(config)
             return
-        from k3rl.runtime.controller import run_job
+        from k3rl.runtime.job import run_job
 
         run_job(config, resume=resume)
 

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from k3rl.config import LearnerConfig, ObjectiveConfig
+from k3rl.config import LearnerConfig
 from k3rl.errors import CheckpointError, ConfigError, TrainingError
 from k3rl.learner.forward import compute_gradients, compute_vectors, plan_micro_batches
 from k3rl.learner.optim import build_optimizer, lr_factor
 from k3rl.learner.policy import Policy
 from k3rl.metrics import Metrics
-from k3rl.objective import Objective, ObjectiveBatch, build_batch, resolve
+from k3rl.objective import Objective, build_batch
 from k3rl.trajectory import Trajectory
 
 
@@ -46,7 +46,6 @@ class Learner:
         self.step = 0  # optimiser steps taken; the position in the schedule
         self.skipped = 0  # updates that the guard refused, ever
         self.skipped_in_a_row = 0
-        self._sft = resolve(ObjectiveConfig(preset="sft"))
 
     def update(self, trajectories: Sequence[Trajectory], rewards: Sequence[np.ndarray | None]) -> Metrics:
         """Train on a whole global batch.
@@ -54,15 +53,8 @@ class Learner:
         ``rewards[j]`` is the composed reward of each segment of trajectory j: 0 where nothing was earned, NaN (or None
         for all) where absent. Raises TrainingError after ``max_skipped_updates`` refused updates in a row.
         """
-        return self._update(self.objective, build_batch(trajectories, rewards))
-
-    def sft_update(self, demonstrations: Sequence[Trajectory]) -> Metrics:
-        """Raise the likelihood of the demonstrations' action tokens: the same path with the ``sft`` objective."""
-        objective = self.objective if self.objective.preset == "sft" else self._sft
-        return self._update(objective, build_batch(demonstrations, [np.zeros(len(d.segments)) for d in demonstrations]))
-
-    def _update(self, objective: Objective, batch: ObjectiveBatch) -> Metrics:
         started = time.perf_counter()
+        objective, batch = self.objective, build_batch(trajectories, rewards)
         metrics = Metrics()
         plan = plan_micro_batches(batch, self.config.micro_batch_tokens)
         metrics.sum("train/tokens", batch.num_trained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
 from k3rl.config import ObjectiveConfig, to_dict
@@ -19,8 +20,6 @@ from k3rl.weights.checkpoint import Checkpoint, load_latest, save
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
-
-    import numpy as np
 
     from k3rl.config import RunConfig
     from k3rl.metrics import Metrics
@@ -51,8 +50,6 @@ class LearnerWorker:
 
     def update(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """One update on a whole batch, with the objective of the current phase."""
-        if self._phase == "sft":
-            return self._learner.sft_update(trajectories)
         return self._learner.update(trajectories, [self._rewards(t) for t in trajectories])
 
     def publish(self, incarnation: int, step: int) -> tuple[PolicyVersion, Mapping[str, torch.Tensor]]:
@@ -111,4 +108,5 @@ class LearnerWorker:
         return Learner(self._policy, self._objective(phase), learner, total_steps=max(steps, 1))
 
     def _rewards(self, trajectory: Trajectory) -> np.ndarray | None:
-        return compose(trajectory, self._config.rewards)
+        # A demonstration is imitated, whatever it earned.
+        return np.zeros(len(trajectory.segments)) if self._phase == "sft" else compose(trajectory, self._config.rewards)

@@ -1,35 +1,47 @@
 """Advantage estimators. Pure functions; all arithmetic in float64.
 
+A row's function takes the batch, what the policy says before the first step (None when the objective is linear) and
+the objective. What it gives where nothing is trained is dropped.
+
 Letters: J trajectories, M steps of one credit chain (turns or tokens), T target tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from k3rl.objective.batch import ObjectiveBatch, TokenVectors
+from k3rl.objective.piece import Piece
+from k3rl.rewards.signal import no_signal_reason
+
+if TYPE_CHECKING:
+    from k3rl.objective.objective import Objective
 
 Std = Literal["none", "sample", "population"]
 Baseline = Literal["mean", "leave_one_out"]
-GroupSignal = Literal["varied", "all_same", "all_absent", "too_small"]
 
-EQUAL_REL = 1e-6
-"""Rewards that differ by less than this fraction of the largest are equal: what is left is rounding, not signal."""
+CORRECTION_OF_STD: dict[Std, int | None] = {"none": None, "sample": 1, "population": 0}
+"""What the deviation takes off the count; None: it divides nothing."""
+
+FACTOR_OF_BASELINE: dict[Baseline, Callable[[int], float]] = {
+    "mean": lambda n: 1.0,
+    "leave_one_out": lambda n: n / (n - 1),
+}
+"""``score - mean of the others`` is this factor, of the group's size, times ``score - mean of all``."""
 
 
-def group_signal(values: Sequence[float | None]) -> GroupSignal:
-    """Say whether a group can teach anything; ``values`` are the chosen reward metric, None or NaN where absent."""
-    present = [float(v) for v in values if v is not None and not math.isnan(v)]
-    if not present:
-        return "all_absent"
-    if len(present) < 2:
-        return "too_small"
-    spread = max(present) - min(present)
-    return "all_same" if spread <= EQUAL_REL * max(abs(v) for v in present) else "varied"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Advantages:
+    """What an estimator gives."""
+
+    advantages: torch.Tensor  # [T] float64
+    returns: torch.Tensor | None = None  # [T] float64, targets of the value head
+    num_no_signal: int = 0  # groups whose rewards do not vary
 
 
 def compute_group_advantages(
@@ -47,15 +59,12 @@ def compute_group_advantages(
     for group in groups_J.unique():
         rows = torch.nonzero((groups_J == group) & ~scores.isnan()).flatten()
         present = scores[rows]
-        if group_signal(present.tolist()) != "varied":
+        if no_signal_reason(present.tolist()):
             no_signal += 1
             continue
-        centred = present - present.mean()
-        if baseline == "leave_one_out":
-            centred = centred * (len(rows) / (len(rows) - 1))
-        if std != "none":
-            centred = centred / present.std(correction=1 if std == "sample" else 0)
-        advantages[rows] = centred
+        centred = (present - present.mean()) * FACTOR_OF_BASELINE[baseline](len(rows))
+        correction = CORRECTION_OF_STD[std]
+        advantages[rows] = centred if correction is None else centred / present.std(correction=correction)
     return advantages, no_signal
 
 
@@ -80,12 +89,13 @@ def compute_gae(
 
 def whiten(advantages_T: torch.Tensor, mask_T: torch.Tensor, std: Std) -> torch.Tensor:
     """Centre and scale over trained tokens; fewer than two or no spread gives zeros, ``none`` changes nothing."""
-    if std == "none":
+    correction = CORRECTION_OF_STD[std]
+    if correction is None:
         return advantages_T
     trained = advantages_T[mask_T]
     out = torch.zeros_like(advantages_T)
-    if group_signal(trained.tolist()) == "varied":
-        out[mask_T] = (trained - trained.mean()) / trained.std(correction=1 if std == "sample" else 0)
+    if no_signal_reason(trained.tolist()) is None:
+        out[mask_T] = (trained - trained.mean()) / trained.std(correction=correction)
     return out
 
 
@@ -101,27 +111,37 @@ def score_trajectories(batch: ObjectiveBatch) -> torch.Tensor:
     return torch.where(batch.scored & (trained > 0), scores, math.nan)
 
 
-def compute_turn_gae(
-    batch: ObjectiveBatch, vectors: TokenVectors, *, gamma: float, gae_lambda: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE over turns: advantages and returns, both [T] float64.
+def one(batch: ObjectiveBatch, vectors: TokenVectors | None, objective: Objective) -> Advantages:
+    """1 everywhere."""
+    return Advantages(advantages=torch.ones(batch.num_tokens, dtype=torch.float64))
+
+
+def group_relative(batch: ObjectiveBatch, vectors: TokenVectors | None, objective: Objective) -> Advantages:
+    """The trajectory's score against its group, on each of its tokens."""
+    advantages_J, no_signal = compute_group_advantages(
+        score_trajectories(batch), batch.group, baseline=objective.baseline, std=objective.std
+    )
+    return Advantages(advantages=advantages_J[batch.trajectory], num_no_signal=no_signal)
+
+
+def turn_gae(batch: ObjectiveBatch, vectors: TokenVectors | None, objective: Objective) -> Advantages:
+    """GAE over turns, whitened.
 
     The value of a turn is that of its first token's state; its advantage and return stand on all its tokens. A turn
     that several chains share gets the mean over them.
     """
-    return _chain_gae(batch, vectors, gamma, gae_lambda, per_token=False)
+    return _chain_gae(batch, vectors, objective, per_token=False)
 
 
-def compute_token_gae(
-    batch: ObjectiveBatch, vectors: TokenVectors, *, gamma: float, gae_lambda: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE over trained tokens, observations bridged: advantages and returns, both [T] float64."""
-    return _chain_gae(batch, vectors, gamma, gae_lambda, per_token=True)
+def token_gae(batch: ObjectiveBatch, vectors: TokenVectors | None, objective: Objective) -> Advantages:
+    """GAE over trained tokens, observations bridged; whitened."""
+    return _chain_gae(batch, vectors, objective, per_token=True)
 
 
 def _chain_gae(
-    batch: ObjectiveBatch, vectors: TokenVectors, gamma: float, gae_lambda: float, *, per_token: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    batch: ObjectiveBatch, vectors: TokenVectors | None, objective: Objective, *, per_token: bool
+) -> Advantages:
+    assert vectors is not None
     assert vectors.value is not None
     assert vectors.tail_value is not None
     values_T = vectors.value.detach().double()
@@ -138,11 +158,46 @@ def _chain_gae(
         at = torch.tensor([i for s in steps for i in s])
         last_value = 0.0 if chain.bootstrap is None else float(all_values[chain.bootstrap])
         values = values_T[at]
-        gae = compute_gae(rewards, values.tolist(), gamma=gamma, gae_lambda=gae_lambda, last_value=last_value)
+        gae = compute_gae(
+            rewards, values.tolist(), gamma=objective.gamma, gae_lambda=objective.gae_lambda, last_value=last_value
+        )
         spread = torch.tensor([1 if per_token else b - a for a, b in ranges for _ in range(b - a if per_token else 1)])
         tokens = torch.cat([torch.arange(a, b) for a, b in ranges])
         total[tokens] += torch.tensor(gae, dtype=torch.float64).repeat_interleave(spread)
         base[tokens] = values.repeat_interleave(spread)
         count[tokens] += 1
     advantages = torch.where(count > 0, total / count.clamp(min=1), 0.0)
-    return advantages, advantages + base
+    # the critic learns the returns as they are; only what the policy sees is whitened
+    return Advantages(advantages=whiten(advantages, batch.action_mask, objective.std), returns=advantages + base)
+
+
+def _scale(objective: Objective, verb: str) -> str:
+    return "" if CORRECTION_OF_STD[objective.std] is None else f", {verb} by the {objective.std} std"
+
+
+def _gae_text(objective: Objective, unit: str) -> str:
+    whitened = _scale(objective, "whitened over tokens")
+    return f"GAE over {unit}, gamma {objective.gamma:g}, lambda {objective.gae_lambda:g}{whitened}"
+
+
+ADVANTAGES: dict[str, Piece[Callable[[ObjectiveBatch, TokenVectors | None, Objective], Advantages]]] = {
+    "one": Piece(compute=one, text=lambda o: "1", linear=True),
+    "group": Piece(
+        compute=group_relative,
+        text=lambda o: f"score - {o.baseline} of the group{_scale(o, 'divided')}",
+        keys=("baseline", "std"),
+        linear=True,
+    ),
+    "gae_turn": Piece(
+        compute=turn_gae,
+        text=lambda o: _gae_text(o, "turns"),
+        keys=("gamma", "gae_lambda", "std"),
+        needs=("value",),
+    ),
+    "gae_token": Piece(
+        compute=token_gae,
+        text=lambda o: _gae_text(o, "tokens"),
+        keys=("gamma", "gae_lambda", "std"),
+        needs=("value",),
+    ),
+}

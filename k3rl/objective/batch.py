@@ -56,6 +56,12 @@ class TokenVectors:
     value: torch.Tensor | None = None  # [T], of the state in which the target was chosen
     tail_value: torch.Tensor | None = None  # [N], of the state after a sample's last token; never has a gradient
 
+    def detached(self) -> TokenVectors:
+        """The same numbers without their graph."""
+        value = None if self.value is None else self.value.detach()
+        tail_value = None if self.tail_value is None else self.tail_value.detach()
+        return TokenVectors(self.logprob.detach(), self.entropy.detach(), self.lse.detach(), value, tail_value)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveBatch:
@@ -75,7 +81,7 @@ class ObjectiveBatch:
     reference_logprobs: torch.Tensor | None = None  # [T]
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T], targets of the value head
-    rollout_values: torch.Tensor | None = None  # [T], values before the first epoch
+    initial: TokenVectors | None = None  # what the policy said before the first step on this batch; no gradient
     weights: torch.Tensor | None = None  # [T], the normaliser: loss = sum(weights * token loss)
     num_no_signal: int = 0  # groups whose rewards do not vary
 

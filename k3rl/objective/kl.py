@@ -1,4 +1,7 @@
-"""Estimators of KL(train || reference) from sampled tokens (http://joschu.net/blog/kl-approx.html); all [T]."""
+"""Estimators of KL(train || reference) from sampled tokens (http://joschu.net/blog/kl-approx.html); all [T].
+
+Each is a closed form of two vectors of log-probabilities. What it needs and reads is what the ``kl`` term says.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import math
 from collections.abc import Callable
 
 import torch
+
+from k3rl.objective.piece import Piece
 
 EXP_CAP = 10.0
 """Beyond this log-ratio exp continues as its tangent: value and gradient stay finite, and the gradient never dies."""
@@ -28,4 +33,8 @@ def k3(train_logprobs: torch.Tensor, reference_logprobs: torch.Tensor) -> torch.
     return torch.where(d > EXP_CAP, tangent, d.clamp(max=EXP_CAP).exp()) - d - 1
 
 
-KL_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, Piece[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "k1": Piece(compute=k1, text=lambda o: "k1(train || reference)"),
+    "k2": Piece(compute=k2, text=lambda o: "k2(train || reference)"),
+    "k3": Piece(compute=k3, text=lambda o: "k3(train || reference)"),
+}

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +16,7 @@ PLAIN_LINES = 10
 """Lines that a whole run of :func:`progress` prints when the output is not a terminal."""
 
 
-class Progress(Protocol):
+class Bar(Protocol):
     """Handle of a running :func:`progress`."""
 
     def advance(self, amount: int = 1, note: str = "") -> None:
@@ -26,7 +25,7 @@ class Progress(Protocol):
 
 
 @contextmanager
-def progress(description: str, total: int, console: Console | None = None) -> Iterator[Progress]:
+def progress(description: str, total: int, console: Console | None = None) -> Iterator[Bar]:
     """Show how far a loop of ``total`` iterations has come.
 
     Example:
@@ -45,7 +44,7 @@ def progress(description: str, total: int, console: Console | None = None) -> It
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
     )
-    with RichProgress(*columns, console=screen) as bars:
+    with Progress(*columns, console=screen) as bars:
         yield _Bar(bars, description, total)
 
 
@@ -62,7 +61,7 @@ def table(title: str, rows: Sequence[Mapping[str, object]], console: Console | N
 
 
 class _Bar:
-    def __init__(self, bars: RichProgress, description: str, total: int) -> None:
+    def __init__(self, bars: Progress, description: str, total: int) -> None:
         self._bars = bars
         self._task = bars.add_task(description, total=total, note="")
 

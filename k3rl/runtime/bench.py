@@ -18,7 +18,7 @@ from typing import Any
 from k3rl.config import load_config
 from k3rl.errors import ConfigError, suggest
 from k3rl.observe.console import table
-from k3rl.runtime.controller import run_job
+from k3rl.runtime.job import run_job
 
 RESULTS = Path("benchmarks/results")
 DEMO_SEEDS = (0, 1, 2)

@@ -10,7 +10,6 @@ that was killed takes the identical next step: what was lost is sampled again, f
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict, dataclass, field
@@ -18,18 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from k3rl.buffer.ledger import ConsumedSet
 from k3rl.buffer.sampler import Buffer
-from k3rl.config import to_dict
-from k3rl.errors import ConfigError, StarvedError
+from k3rl.errors import StarvedError
 from k3rl.evaluation.report import EvaluationReport, summarise
 from k3rl.observe.console import progress
 from k3rl.observe.tracker import MetricsWriter
 from k3rl.rewards.compose import signal_reason
 from k3rl.rollout.agent_loop import EpisodeSpec
 from k3rl.runtime.actors import Actors
-from k3rl.runtime.checks import check_runnable
-from k3rl.runtime.cluster import ray_session
 from k3rl.runtime.event_log import EventLog
-from k3rl.runtime.rollout_metrics import check_failures, rollout_metrics
+from k3rl.runtime.rollout_metrics import check_failures, is_infrastructure_failure, rollout_metrics
 from k3rl.runtime.summary import write_summary
 from k3rl.trajectory import PolicyVersion, Task, Trajectory, TrajectoryKey
 
@@ -65,60 +61,6 @@ class Progress:
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
 
 
-def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
-    """Run a job to its end and return its summary (also written to ``summary.json``).
-
-    Raises ConfigError before anything is started or written; after any other error the run can be resumed.
-    """
-    run_dir = config.run_dir
-    config_path = run_dir / "config.json"
-    if resume and not config_path.exists():
-        raise ConfigError(f"nothing to resume: {run_dir} holds no run")
-    if not resume and config_path.exists():
-        raise ConfigError(f"run folder {run_dir} is in use: go on with --resume, or choose another name=")
-    summary_path = run_dir / "summary.json"
-    if resume:
-        old = json.loads(config_path.read_text())
-        _refuse_another_run(config, old)
-        if summary_path.exists() and old["steps"] == config.steps:
-            print(f"{run_dir} is finished; make it longer with steps=, or read {summary_path}")
-            return json.loads(summary_path.read_text())
-    check_runnable(config)
-    summary_path.unlink(missing_ok=True)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    config_path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
-    started = time.perf_counter()
-    with ray_session(config):
-        controller = Controller(config)
-        try:
-            controller.start()
-            controller.progress.spend("setup", started)
-            return controller.run()
-        finally:
-            controller.close()
-
-
-def _refuse_another_run(config: RunConfig, old: dict[str, Any]) -> None:
-    """A resumed run may become longer, wait longer or save more often; it may not become another run."""
-    free = {"steps", "checkpoint_every", "checkpoints_kept", "run_root", "name"}
-    before, now = _leaves(old), _leaves(to_dict(config))
-    changed = sorted(
-        key
-        for key in before.keys() | now.keys()
-        if before.get(key) != now.get(key) and key not in free and not key.endswith("timeout_s")
-    )
-    if changed:
-        raise ConfigError(f"{config.run_dir} was started with another {', '.join(changed)}; choose another name=")
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key."""
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        out |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return out
-
-
 class Controller:
     """One run: its folder on disk and its actors."""
 
@@ -149,7 +91,7 @@ class Controller:
             self.progress.incarnation += 1
             consumed = ConsumedSet.from_json(consumed_json)
         lost = self.buffer.ledger.restore(consumed).lost
-        self.events.restore(self.progress.rl_step, lost)
+        self.events.restore(consumed.step, lost)
         self._publish()
 
     def close(self) -> None:
@@ -259,14 +201,16 @@ class Controller:
         at = self.progress
         groups = self.buffer.take(self.config.rollout.groups_per_step, at.rl_step)
         batch = [trajectory for group in groups for trajectory in group]
-        attempts = [self.buffer.ledger.get(t.key) for t in batch]
+        keys = [t.key for t in batch]
         # Durable before the optimizer moves: what a step trains on is known whatever happens next.
-        self.events.lease(at.rl_step + 1, [t.key for t in batch], [a.digest or "" for a in attempts if a is not None])
+        self.events.lease(at.rl_step + 1, keys, self.buffer.digests(keys))
         metrics = rollout_metrics(sampled, self.config.rewards)
         if batch:
             for name, metric in self.actors.ask_learner("update", batch):
                 metrics.add(name, metric)
-            at.max_logprob_gap = max(at.max_logprob_gap, metrics.scalars().get("train/logprob_gap_max", 0.0))
+            if all(t.oldest_step == at.rl_step for t in batch):
+                # Of older rollouts the gap is mostly what was learned since.
+                at.max_logprob_gap = max(at.max_logprob_gap, metrics.scalars().get("train/logprob_gap_max", 0.0))
         at.rl_step += 1
         self.metrics.write(at.rl_step, metrics)
         self.events.step(at.rl_step, metrics.scalars())
@@ -343,15 +287,34 @@ class Controller:
         return range(step * groups, (step + 1) * groups)
 
     def _seal(self, step: int, pending: list[Any]) -> list[Trajectory]:
-        """Make what was sampled durable; return it with what the step had sealed before a restart."""
-        trajectories = self.actors.collect(pending, "rollouts")
-        if trajectories:
-            self.buffer.add_group(trajectories)
-            self.events.seal([t.key for t in trajectories], [])
-            check_failures(trajectories, self.config.rollout.max_failed_frac)
+        """Make what was sampled durable; return all that the step has, also from before a restart.
+
+        What infrastructure failed is sampled again, up to ``max_attempts`` times; then it is sealed without a reward.
+        """
+        config = self.config.rollout
+        latest: dict[tuple[int, int], Trajectory] = {}
+        while pending:
+            trajectories = self.actors.collect(pending, "rollouts")
+            latest |= {(t.key.ordinal, t.key.sample): t for t in trajectories}
+            again = [t for t in trajectories if self._may_retry(t)]
+            done = [t for t in trajectories if t not in again]
+            self.buffer.add_group(done)
+            self.events.seal([t.key for t in done], self.buffer.digests([t.key for t in done]))
+            for trajectory in again:
+                self.buffer.ledger.drop([trajectory.key], f"failed_{trajectory.outcome.cause}")
+                self.events.fail(trajectory.key, trajectory.outcome)
+            check_failures(list(latest.values()), config.max_failed_frac)
+            pending = self._start_rollouts(step) if again else []
         ordinals = self._step_ordinals(step)
-        is_whole = len(trajectories) == len(ordinals) * self.config.rollout.group_size
-        return trajectories if is_whole else self.buffer.sealed(ordinals)
+        is_whole = len(latest) == len(ordinals) * config.group_size
+        return [latest[key] for key in sorted(latest)] if is_whole else self.buffer.sealed(ordinals)
+
+    def _may_retry(self, trajectory: Trajectory) -> bool:
+        if not is_infrastructure_failure(trajectory):
+            return False
+        tried = self.buffer.ledger.attempts(ordinal=trajectory.key.ordinal)
+        tried = [a for a in tried if a.key.sample == trajectory.key.sample and a.reason not in REPEATABLE]
+        return len(tried) < self.config.rollout.max_attempts
 
     def _no_signal(self, group: Sequence[Trajectory]) -> str | None:
         return signal_reason(group, self.config.rewards, self.config.buffer.signal)

@@ -12,7 +12,7 @@ from typing import Any
 
 from k3rl.errors import LedgerError
 from k3rl.observe.tracker import JsonLines, read_lines
-from k3rl.trajectory import PolicyVersion, Task, TrajectoryKey
+from k3rl.trajectory import Outcome, PolicyVersion, Task, TrajectoryKey
 
 
 class EventLog:
@@ -40,6 +40,10 @@ class EventLog:
     def seal(self, keys: Sequence[TrajectoryKey], digests: Sequence[str]) -> None:
         """Attempts became durable."""
         self.write("seal", keys=_texts(keys), digests=list(digests))
+
+    def fail(self, key: TrajectoryKey, outcome: Outcome) -> None:
+        """An attempt was failed by the infrastructure and is given up; the next one takes its place."""
+        self.write("fail", key=str(key), cause=outcome.cause, detail=outcome.detail)
 
     def lease(self, step: int, keys: Sequence[TrajectoryKey], digests: Sequence[str]) -> None:
         """The batch of update ``step``, in order. It is on the disk when this returns: call it before the update."""

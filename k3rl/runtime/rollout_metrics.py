@@ -39,9 +39,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory], weights: Mapping[str, fl
     return metrics
 
 
+def is_infrastructure_failure(trajectory: Trajectory) -> bool:
+    """The episode failed, and it was not the policy's fault: nobody knows what it would have been worth."""
+    return trajectory.outcome.status == "failed" and trajectory.outcome.cause != "policy"
+
+
 def check_failures(trajectories: Sequence[Trajectory], max_failed_frac: float) -> None:
     """One failed episode is data; when failing becomes the rule, raise EnvError with the commonest cause."""
-    failed = [t.outcome for t in trajectories if t.outcome.status == "failed" and t.outcome.cause != "policy"]
+    failed = [t.outcome for t in trajectories if is_infrastructure_failure(t)]
     if len(failed) > max_failed_frac * len(trajectories):
         cause, count = Counter(f"{o.cause}: {o.detail}" for o in failed).most_common(1)[0]
         raise EnvError(

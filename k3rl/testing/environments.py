@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from k3rl.envs.base import AssistantAction, Message
 from k3rl.envs.tools import ToolEnvironment, tool
+from k3rl.errors import SandboxError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     import numpy as np
 
-    from k3rl.envs.base import Observation, Policy
+    from k3rl.envs.base import Observation, Player
     from k3rl.trajectory import Task
 
 _DIGITS = "0123456789"
@@ -36,10 +38,10 @@ class CoinEnvironment(ToolEnvironment):
     def grade(self, answer: str) -> float:
         return float(answer in tuple("02468"))
 
-    def expert(self) -> Policy:
+    def expert(self) -> Player:
         return _Answers(lambda: "4")
 
-    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> Policy:
+    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> Player:
         return _Answers(lambda: _DIGITS[int(rng.integers(10))])
 
     @tool
@@ -62,34 +64,48 @@ class CountEnvironment(ToolEnvironment):
     """Count with ``more``; an answer is right when it equals the count. Each count up to 2 is a milestone.
 
     ``fault`` names what goes wrong in the tasks with an odd index, all others are sound: ``raise_reset``,
-    ``raise_step``, ``exit_step``, ``raise_close``, ``hang_reset``, ``hang_step``, ``no_info``.
+    ``raise_step``, ``raise_grade``, ``raise_close``, ``exit_step``, ``hang_reset``, ``hang_step``, ``no_info`` or
+    ``lose_sandbox`` (in the tool). With ``faulty_episodes`` only so many episodes of a task go wrong in this process.
+    ``limit`` truncates an episode after so many turns.
     """
 
     name = "count"
     template_words = ("count", "more")
     closed: ClassVar[list[int]] = []
     """Task indices of the environments that were closed, -1 for one that had no task."""
+    started: ClassVar[Counter[int]] = Counter()
+    """Episodes by task index."""
 
-    def __init__(self, *, fault: str = "", hang_s: float = 30.0, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self, *, fault: str = "", hang_s: float = 30.0, faulty_episodes: int | None = None, limit: int | None = None
+    ) -> None:
+        super().__init__()
         self._fault = fault
         self._hang_s = hang_s
+        self._faulty_episodes = faulty_episodes
+        self._limit = limit
         self._index = -1
-        self._count = 0
+        self._count = self._turns = 0
 
     def start(self, task: Task, rng: np.random.Generator) -> Observation:
-        self._index, self._count = task.index, 0
+        self._index, self._count, self._turns = task.index, 0, 0
+        self.started[task.index] += 1
+        if self._faulty_episodes is not None and self.started[task.index] > self._faulty_episodes:
+            self._fault = ""
         self._fail_at("reset")
         return (Message(role="user", content=f"count {task.index}"),)
 
     def step(self, action: AssistantAction) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
         self._fail_at("step")
-        *answer, info = super().step(action)
+        observation, reward, terminated, truncated, info = super().step(action)
         if self._fault == "no_info" and self._index % 2:
             info = {}
-        return (*answer, info)  # type: ignore[return-value]
+        self._turns += 1
+        truncated = not terminated and self._turns == self._limit
+        return observation, reward, terminated, truncated, info
 
     def grade(self, answer: str) -> float:
+        self._fail_at("grade")
         return float(answer == str(self._count))
 
     def milestone_names(self) -> Collection[str]:
@@ -102,12 +118,14 @@ class CountEnvironment(ToolEnvironment):
         self.closed.append(self._index)
         self._fail_at("close")
 
-    def expert(self) -> Policy:
+    def expert(self) -> Player:
         return _Answers(lambda: "0")
 
     @tool
     def more(self) -> str:
         """Count one more."""
+        if self._fault == "lose_sandbox" and self._index % 2:
+            raise SandboxError("the sandbox is gone")
         self._count += 1
         return str(self._count)
 

@@ -1,22 +1,11 @@
-"""Weights in transit: what the learner publishes, with a version and a digest to check against."""
+"""Weights in transit: the digest that tells whether what arrived is what was sent."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
-
-from k3rl.trajectory import PolicyVersion
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class WeightsHandle:
-    """One version of the policy. ``tensors`` may be shared memory: read them, never write."""
-
-    version: PolicyVersion
-    tensors: Mapping[str, torch.Tensor]
 
 
 def weights_digest(state_dict: Mapping[str, torch.Tensor]) -> str:

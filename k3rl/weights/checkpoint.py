@@ -1,8 +1,8 @@
 """Atomic checkpoints: a folder is either whole and proven by its digests, or it is not a checkpoint.
 
-``checkpoints/step_000010/`` holds ``model.safetensors``, ``optimizer.safetensors``, ``rng.safetensors``, ``state.json``
-and, written last, ``manifest.json`` with the sha256 of each file. Everything is written and fsynced in a hidden folder
-that one rename makes visible. No step of :func:`save` leaves the run without the previous checkpoint.
+``checkpoints/step_000010/`` holds ``model.safetensors``, ``optimizer.safetensors``, ``state.json`` and, written last,
+``manifest.json`` with the sha256 of each file. Everything is written and fsynced in a hidden folder that one rename
+makes visible. No step of :func:`save` leaves the run without the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT = 1
-TENSOR_FILES = ("model", "optimizer", "rng")
+TENSOR_FILES = ("model", "optimizer")
 LIBRARIES = ("torch", "safetensors", "numpy", "pyarrow", "ray")
 _VISIBLE = re.compile(r"step_(\d{6,})(\.replaced\d+)?")
 
@@ -43,7 +43,6 @@ class Checkpoint:
     """Plain form of the model's config; a checkpoint of another one is refused."""
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
-    rng: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
     """Everything else, JSON-able: schedule, counters, cursors."""
     consumed: Mapping[str, Any] = field(default_factory=dict)

@@ -194,6 +194,22 @@ def test_a_manifest_of_another_run_is_refused() -> None:
     assert state(ledger, key(0)) == "leased"
 
 
+def test_a_ledger_that_forgot_what_was_trained_on_is_refused() -> None:
+    ledger = Ledger(":memory:")
+    issue(ledger, key(0), key(1))
+    ledger.seal([sealed(key(0)), sealed(key(1))])
+    ledger.lease([key(0), key(1)], step=1)
+    manifest = ledger.consumed(1)
+    assert (manifest.count, manifest.frontier) == (2, 2)
+    forgetful = Ledger(":memory:")
+    issue(forgetful, key(0), key(1))
+    forgetful.seal([sealed(key(0)), sealed(key(1))])
+    forgetful.lease([key(0)], step=1)
+    with pytest.raises(LedgerError, match=r"not of one run.*1 samples used there, 2 here"):
+        forgetful.restore(manifest)
+    assert ledger.restore(manifest).committed == 2
+
+
 def test_a_file_that_is_no_ledger_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"not a database, but long enough to look like one" * 40)
@@ -206,7 +222,7 @@ pairs = st.tuples(st.integers(0, 30), st.integers(0, 3))
 
 @given(st.integers(-1, 50), st.integers(0, 30), st.frozensets(pairs))
 def test_a_consumed_set_survives_json(step: int, frontier: int, exceptions: frozenset[tuple[int, int]]) -> None:
-    consumed = ConsumedSet(step=step, frontier=frontier, exceptions=exceptions)
+    consumed = ConsumedSet(step=step, count=len(exceptions), frontier=frontier, exceptions=exceptions)
     assert ConsumedSet.from_json(json.loads(json.dumps(consumed.to_json()))) == consumed
 
 

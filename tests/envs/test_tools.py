@@ -1,5 +1,6 @@
 from typing import Any
 
+import gymnasium
 import numpy as np
 
 from k3rl.envs.base import AssistantAction, Message, ToolCall
@@ -57,7 +58,7 @@ def test_a_failing_tool_is_an_observation_cut_in_the_middle() -> None:
 
 
 def test_b19_the_last_observation_is_of_the_episode_that_ends() -> None:
-    env = Counter(max_turns=4)
+    env = gymnasium.wrappers.TimeLimit(Counter(), max_episode_steps=4)
     seen: list[str] = []
     for _ in range(2):
         env.reset(seed=0)

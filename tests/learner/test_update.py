@@ -66,7 +66,7 @@ def random_plan(rng: random.Random, indices: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("normaliser", ["tokens", "sequences", "trajectories", "constant"])
-@pytest.mark.parametrize("preset", ["grpo", "ppo", "sft"])
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo", "sft"])
 def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normaliser: str) -> None:
     entropy = None if preset == "sft" else 0.01
     config = ObjectiveConfig(preset=preset, normaliser=normaliser, entropy_coef=entropy)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normalise
     want = flat_gradient(policy)
 
     rng = random.Random(0)
-    for trial in range(17):  # 12 cases: 204 splits
+    for trial in range(17):  # 16 cases: 272 splits
         policy.zero_grad()
         plan = random_plan(rng, whole[0]) if trial else plan_micro_batches(batch, 40)
         loss, _, _ = compute_gradients(policy, objective, batch, plan)
@@ -199,7 +199,7 @@ def test_a_grpo_update_raises_the_logprob_of_the_better_sample(name: str) -> Non
 def test_sft_lowers_the_loss_of_the_demonstrations_and_ppo_that_of_its_critic() -> None:
     learner = make_learner(preset="sft")
     trajectories, rewards = make_batch(8)
-    losses = [learner.sft_update(trajectories)["train/loss"] for _ in range(12)]
+    losses = [learner.update(trajectories, rewards)["train/loss"] for _ in range(12)]
     assert losses[-1] < losses[0] - 0.1
     critic = make_learner(preset="ppo", name="adamw")
     values = [critic.update(trajectories, rewards)["train/value_loss"] for _ in range(12)]

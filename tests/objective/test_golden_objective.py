@@ -11,12 +11,14 @@ import torch
 from k3rl.config import ObjectiveConfig
 from k3rl.errors import ConfigError
 from k3rl.objective import TokenVectors, build_batch, resolve
-from k3rl.objective.advantage import Baseline, Std, compute_gae, compute_group_advantages, group_signal, whiten
+from k3rl.objective.advantage import Baseline, Std, compute_gae, compute_group_advantages, whiten
 from k3rl.objective.batch import ObjectiveBatch, credit_to_actions
 from k3rl.objective.kl import k1, k2, k3
-from k3rl.objective.normaliser import compute_weights
-from k3rl.objective.presets import PRESETS, clipped_value_loss
+from k3rl.objective.normaliser import NORMALISERS
+from k3rl.objective.presets import PRESETS
+from k3rl.objective.term import clipped_value_loss
 from k3rl.objective.trust_region import ppo_clip
+from k3rl.rewards.signal import no_signal_reason
 from k3rl.trajectory import Outcome, Segment, SegmentKind, Task, Trajectory, TrajectoryKey
 
 NAN = math.nan
@@ -48,6 +50,18 @@ def trajectory(*parts: Segment, group: int = 0, sample: int = 0, limit: str | No
 
 def single_turn(size: int, *, group: int = 0, logprobs: list[float] | None = None) -> Trajectory:
     return trajectory(segment("prompt", 1, None), segment("action", size, 0, logprobs, follows=0), group=group)
+
+
+def compute_weights(normaliser: str, *sizes: int, untrained: Sequence[int] = ()) -> torch.Tensor:
+    """Weights of trajectories of so many tokens each; those at ``untrained`` are masked."""
+    rewards = [None if i in untrained else np.zeros(2) for i in range(len(sizes))]
+    batch = build_batch([single_turn(size) for size in sizes], rewards)
+    objective = resolve(ObjectiveConfig(preset="grpo", normaliser=normaliser), horizon=8)  # type: ignore[arg-type]
+    return NORMALISERS[normaliser].compute(batch, objective)
+
+
+def clip_loss(ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    return ppo_clip(ratio, advantages, build_batch([], []), resolve(ObjectiveConfig(preset="grpo")))
 
 
 def group_advantages(
@@ -115,25 +129,21 @@ def test_b04_a_sample_without_trained_tokens_moves_no_baseline_and_an_absent_one
 
 
 def test_b05_the_filter_looks_at_the_metric_that_was_named() -> None:
-    assert group_signal([0, 0, 0, 0]) == "all_same"
-    assert group_signal([0.0, 0.01, 0.02, 0.03]) == "varied"
-    assert group_signal([None, NAN]) == "all_absent"
-    assert group_signal([None, 1.0]) == "too_small"
+    assert no_signal_reason([0, 0, 0, 0]) == "all_same"
+    assert no_signal_reason([0.0, 0.01, 0.02, 0.03]) is None
+    assert no_signal_reason([None, NAN]) == "all_absent"
+    assert no_signal_reason([None, 1.0]) == "too_small"
 
 
 def test_b06_token_mean_counts_the_tokens_of_the_whole_batch() -> None:
-    mask = torch.ones(5, dtype=torch.bool)
-    row = torch.tensor([0, 0, 0, 0, 1])
     losses = torch.tensor([1.0, 1, 1, 1, 3])
-    assert float((compute_weights("tokens", mask, row, row, None) * losses).sum()) == pytest.approx(1.4)
+    assert float((compute_weights("tokens", 4, 1) * losses).sum()) == pytest.approx(1.4)
 
 
 def test_b07_masked_tokens_leave_the_denominator() -> None:
-    mask = torch.tensor([True] * 4 + [False] * 6)
-    row = torch.tensor([0] * 4 + [1] * 6)
     losses = torch.tensor([1.0] * 4 + [7.0] * 6)
     for name in ("tokens", "sequences", "trajectories"):
-        assert float((compute_weights(name, mask, row, row, None) * losses).sum()) == pytest.approx(1.0)
+        assert float((compute_weights(name, 4, 6, untrained=[1]) * losses).sum()) == pytest.approx(1.0)
 
 
 def test_b07_an_all_masked_batch_has_zero_loss_and_gradient_and_no_kl_metric() -> None:
@@ -166,8 +176,7 @@ def test_b08_masked_values_change_neither_loss_nor_gradient(poison: float) -> No
 
 
 def test_b08_the_mean_of_advantages_two_and_minus_one_is_minus_a_half() -> None:
-    weights = compute_weights("tokens", torch.tensor([True, True]), torch.zeros(2).long(), torch.zeros(2).long(), None)
-    loss = (weights * ppo_clip(torch.ones(2), torch.tensor([2.0, -1.0]), 0.2, 0.2)).sum()
+    loss = (compute_weights("tokens", 2) * clip_loss(torch.ones(2), torch.tensor([2.0, -1.0]))).sum()
     assert float(loss) == pytest.approx(-0.5)
 
 
@@ -250,20 +259,17 @@ def test_c_groups_of_uneven_size_keep_their_own_baseline() -> None:
 
 @pytest.mark.parametrize("masked_row", [False, True])
 def test_d_aggregation_over_rows_of_one_four_and_eight(masked_row: bool) -> None:
-    row = torch.tensor([0] + [1] * 4 + [2] * 8 + [3] * 5)
-    mask = row < 3
-    losses = torch.tensor([1.0] + [0.5] * 4 + [0.25] * 8 + [9.0] * 5)
-    if not masked_row:
-        row, mask, losses = row[:13], mask[:13], losses[:13]
+    sizes, untrained = ([1, 4, 8, 5], [3]) if masked_row else ([1, 4, 8], [])
+    losses = torch.tensor(([1.0] + [0.5] * 4 + [0.25] * 8 + [9.0] * 5)[: sum(sizes)])
     for name, want in {"tokens": 0.38462, "sequences": 0.58333, "trajectories": 0.58333, "constant": 0.20833}.items():
-        weights = compute_weights(name, mask, row, row, 8)
+        weights = compute_weights(name, *sizes, untrained=untrained)
         assert float((weights * losses).sum()) == pytest.approx(want, abs=1e-5)
 
 
 def test_e_gradient_of_the_clip_without_dual_clip() -> None:
     ratio = torch.tensor([1.5, 1.5, 0.5, 0.5, 5, 5])
     logprob = ratio.log().requires_grad_()
-    ppo_clip(logprob.exp(), torch.tensor([1.0, -1, 1, -1, -1, 1]), 0.2, 0.2).mean().backward()
+    clip_loss(logprob.exp(), torch.tensor([1.0, -1, 1, -1, -1, 1])).mean().backward()
     assert logprob.grad is not None
     assert logprob.grad.tolist() == pytest.approx([0, 0.25, -0.08333, 0, 0.83333, 0], abs=1e-4)
 

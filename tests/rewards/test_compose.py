@@ -57,7 +57,27 @@ def test_a_missing_component_is_absent_with_its_cause_and_not_zero() -> None:
     assert compose(trajectory(), {"outcome": 1.0}) is None
 
 
-def test_a_group_without_variance_has_no_signal() -> None:
-    win, loss = trajectory((Reward("outcome", 1.0),)), trajectory((Reward("outcome", 0.0),))
-    assert signal_reason([win, loss], {"outcome": 1.0}) is None
-    assert signal_reason([win, win], {"outcome": 1.0}) == "all_same"
+@pytest.mark.parametrize(
+    ("outcomes", "reason"),
+    [
+        ([1.0, 0.0], None),
+        ([1.0, 0.0, None], None),
+        ([1.0, 1.0], "all_same"),
+        ([0.1 + 0.2, 0.3], "all_same"),
+        ([1.0, None], "too_small"),
+        ([None, None], "all_absent"),
+    ],
+)
+def test_a_group_whose_rewards_do_not_vary_has_no_signal_and_says_why(
+    outcomes: list[float | None], reason: str | None
+) -> None:
+    group = [trajectory(() if value is None else (Reward("outcome", value),)) for value in outcomes]
+    assert signal_reason(group, {"outcome": 1.0}) == reason
+
+
+def test_the_signal_may_be_one_component_of_the_sum() -> None:
+    group = [trajectory((Reward("outcome", 1.0), Reward("milestone", m))) for m in (0.0, 0.5)]
+    weights = {"outcome": 1.0, "milestone": 0.2}
+    assert signal_reason(group, weights) is None
+    assert signal_reason(group, weights, "milestone") is None
+    assert signal_reason(group, weights, "outcome") == "all_same"

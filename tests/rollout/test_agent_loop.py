@@ -168,7 +168,7 @@ def test_the_last_turn_truncates_the_episode_and_its_observation_is_kept() -> No
 
 
 def test_the_environments_own_limit_truncates_too() -> None:
-    (trajectory,), _, _ = _play([MORE, MORE, MORE], options={"max_turns": 2})
+    (trajectory,), _, _ = _play([MORE, MORE, MORE], options={"limit": 2})
     assert trajectory.outcome == Outcome(status="truncated", limit="environment")
     assert _outcome_rewards(trajectory) == [0.0]
 
@@ -191,6 +191,14 @@ def test_an_environment_that_breaks_fails_its_own_episode_only(fault: str) -> No
     detail = {"exit_step": "SystemExit: 3", "no_info": "KeyError: 'k3rl'"}.get(fault, f"OSError: {fault[6:]} broke")
     assert trajectories[1].outcome.detail == detail
     assert sorted(CountEnvironment.closed) == list(range(6))
+
+
+@pytest.mark.parametrize(("fault", "cause"), [("raise_grade", "grader"), ("lose_sandbox", "tool")])
+def test_a_failure_has_the_cause_whose_boundary_it_crossed(fault: str, cause: str) -> None:
+    trajectories, _, _ = _play([MORE, AssistantAction(answer="1")], count=2, options={"fault": fault})
+    assert trajectories[0].outcome == Outcome(status="completed")
+    assert (trajectories[1].outcome.status, trajectories[1].outcome.cause) == ("failed", cause)
+    assert _outcome_rewards(trajectories[1]) == []
 
 
 def test_an_environment_that_cannot_close_costs_nothing() -> None:
@@ -376,7 +384,7 @@ def _replay(demonstration: Trajectory, chat_format: ChatFormat, config: Environm
 
 
 @pytest.mark.parametrize("name", ["compact", "xtml"])
-@pytest.mark.parametrize("changes", [{}, {"max_turns": 2}, {"options": {"max_turns": 2}}])
+@pytest.mark.parametrize("changes", [{}, {"max_turns": 2}])
 def test_demonstrations_are_what_the_agent_loop_would_have_recorded(name: str, changes: dict[str, Any]) -> None:
     defaults: dict[str, Any] = {"max_turns": 8, "max_tokens_per_turn": 200, "max_episode_tokens": 6000}
     config = _config("k3rl/Shop-v0", **{**defaults, **changes})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 
 from k3rl.config import load_config, to_dict
 from k3rl.errors import ConfigError, EnvError
-from k3rl.runtime.controller import _refuse_another_run
+from k3rl.runtime.job import lock_folder, refuse_another_run
 from k3rl.runtime.rollout_metrics import check_failures, rollout_metrics
 from k3rl.trajectory import Outcome, Segment, Task, Trajectory, TrajectoryKey
 
@@ -48,7 +51,22 @@ def test_a_resumed_run_may_be_longer_and_more_patient_but_not_another_one() -> N
     longer = dataclasses.replace(
         DEMO, steps=500, checkpoint_every=1, rollout=dataclasses.replace(DEMO.rollout, timeout_s=900.0)
     )
-    _refuse_another_run(longer, old)
+    refuse_another_run(longer, old)
     other = dataclasses.replace(DEMO, seed=5, rollout=dataclasses.replace(DEMO.rollout, group_size=4))
     with pytest.raises(ConfigError, match=r"another rollout\.group_size, seed; choose"):
-        _refuse_another_run(other, old)
+        refuse_another_run(other, old)
+
+
+def test_a_run_folder_has_one_driver_and_a_second_one_is_told_who_it_is(tmp_path: Path) -> None:
+    holder = "from pathlib import Path; from k3rl.runtime.job import lock_folder; import sys, time\n"
+    holder += f"with lock_folder(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        try:
+            with pytest.raises(ConfigError, match=f"in use by process {process.pid} on"), lock_folder(tmp_path):
+                pytest.fail("two drivers hold one folder")
+        finally:
+            process.kill()
+    with lock_folder(tmp_path):  # a holder that was killed holds nothing
+        assert str(os.getpid()) in (tmp_path / ".lock").read_text()

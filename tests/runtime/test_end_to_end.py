@@ -27,6 +27,7 @@ from k3rl.weights.checkpoint import load, verify
 
 ROOT = Path(__file__).resolve().parents[2]
 COIN = "k3rl.testing.environments:CoinEnvironment"
+COUNT = "k3rl.testing.environments:CountEnvironment"
 STEPS = 14
 ENDING_S = 120.0
 
@@ -271,6 +272,31 @@ def test_b58_a_killed_rollout_worker_is_named_and_the_run_can_go_on(tmp_path: Pa
     hurt.run("--resume")
     assert [e["step"] for e in hurt.events("lease")][-1] == 8
     assert set(hurt.staleness()) == {0}
+
+
+@pytest.mark.parametrize(("faulty_episodes", "retries", "unscored"), [(6, 6, 0), (100, 8, 4)])
+def test_what_the_environment_failed_is_played_again_and_after_three_attempts_has_no_reward(
+    faulty_episodes: int, retries: int, unscored: int, tmp_path: Path
+) -> None:
+    flaky = job(
+        tmp_path,
+        "l",
+        steps=1,
+        sft={"max_steps": 0},
+        environment={"id": COUNT, "options": {"fault": "raise_reset", "faulty_episodes": faulty_episodes}},
+        rollout={"groups_per_step": 2, "group_size": 4},
+        buffer={"drop_no_signal": False},
+        evaluation={"num_tasks": 2},
+    )
+    flaky.run()
+    attempts = flaky.attempts()
+    assert [a.reason for a in attempts if a.state == "dropped"] == ["failed_env"] * retries
+    assert sum(a.state == "committed" for a in attempts) == 8
+    assert len(flaky.events("fail")) == retries
+    assert {e["detail"] for e in flaky.events("fail")} == {"OSError: reset broke"}
+    (row,) = read_metrics(flaky.folder / "metrics.jsonl")
+    assert row["train/unscored_trajectories"] == unscored
+    assert row["rollout/outcome/failed_frac"] == unscored / 8
 
 
 def test_ppo_learns_values(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ def make(step: int) -> Checkpoint:
         model_config=MODEL,
         model={"weight": weight, "bias": weight[0].bfloat16(), "empty": torch.zeros(0), "scalar": torch.tensor(3)},
         optimizer={"momentum": torch.randn(64, 33, generator=generator)},
-        rng={"torch": generator.get_state()},
         state={"learner_step": step, "lr": 1e-3},
         consumed=ConsumedSet(step=step, frontier=2 * step, exceptions=frozenset({(1, 0), (99, 2)})).to_json(),
     )
@@ -53,7 +52,7 @@ def require_equal(found: Checkpoint, expected: Checkpoint) -> None:
         expected.state,
         expected.consumed,
     )
-    for name in ("model", "optimizer", "rng"):
+    for name in ("model", "optimizer"):
         assert weights_digest(getattr(found, name)) == weights_digest(getattr(expected, name))
 
 
@@ -63,7 +62,7 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path: Path) -> None:
     require_equal(load(path, MODEL), make(10))
     manifest = json.loads((path / "manifest.json").read_text())["manifest"]
     assert manifest["libraries"]["torch"] == torch.__version__.split("+")[0] or "torch" in manifest["libraries"]
-    assert set(manifest["files"]) == {"model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"}
+    assert set(manifest["files"]) == {"model.safetensors", "optimizer.safetensors", "state.json"}
 
 
 def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def require_fallback(directory: Path, name: str) -> None:
     assert f"step_000002/{name}" in loaded.damaged[0]
 
 
-FILES = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json"]
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -2,8 +2,8 @@
 
 from gymnasium.envs.registration import register, registry
 
-from k3rl.envs.tasks.arithmetic.environment import ArithmeticEnvironment, vocabulary_words
-from k3rl.envs.tasks.arithmetic.expert import ArithmeticPolicy
+from k3rl.envs.tasks.arithmetic.environment import ArithmeticEnvironment
+from k3rl.envs.tasks.arithmetic.expert import ArithmeticPlayer
 
 if "k3rl/Arithmetic-v0" not in registry:
     register(
@@ -13,4 +13,4 @@ if "k3rl/Arithmetic-v0" not in registry:
         order_enforce=False,
     )
 
-__all__ = ["ArithmeticEnvironment", "ArithmeticPolicy", "vocabulary_words"]
+__all__ = ["ArithmeticEnvironment", "ArithmeticPlayer"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3rl.envs.base import Message, Observation, split_of
 from k3rl.envs.calculator import CalculatorError, calculate
-from k3rl.envs.tasks.arithmetic.expert import SLIPS, ArithmeticPolicy
+from k3rl.envs.tasks.arithmetic.expert import SLIPS, ArithmeticPlayer
 from k3rl.envs.tools import ToolEnvironment, ToolError, tool
 from k3rl.errors import EnvError
 
@@ -25,7 +25,7 @@ DATASETS = ("chain_sum", "basic_arithmetic", "products", "leg_counting")
 _MAX_DRAWS = 1000
 
 
-def vocabulary_words() -> tuple[str, ...]:
+def _vocabulary_words() -> tuple[str, ...]:
     """Words of tools and results."""
     return ("calc", "error", "none")
 
@@ -34,7 +34,7 @@ class ArithmeticEnvironment(ToolEnvironment):
     """One problem an episode; the outcome is reasoning-gym's score, in 0..1."""
 
     name = "arithmetic"
-    template_words = vocabulary_words()
+    template_words = _vocabulary_words()
 
     def __init__(
         self, *, datasets: Sequence[str] = DATASETS, slips: Mapping[str, float] | None = None, **options: Any
@@ -45,7 +45,7 @@ class ArithmeticEnvironment(ToolEnvironment):
             raise ValueError(f"no datasets {sorted(unknown)}; there are {', '.join(DATASETS)}")
         self._datasets = tuple(datasets)
         self._slips = {**SLIPS, **(slips or {})}
-        ArithmeticPolicy("0", slips=self._slips)  # refuses unknown slips now, not in the first demonstration
+        ArithmeticPlayer("0", slips=self._slips)  # refuses unknown slips now, not in the first demonstration
         self._problem: dict[str, Any] = {}
         self._source: Any = None
 
@@ -69,13 +69,13 @@ class ArithmeticEnvironment(ToolEnvironment):
         """The score of reasoning-gym."""
         return float(self._source.score_answer(answer=answer, entry=self._problem))
 
-    def expert(self) -> ArithmeticPolicy:
+    def expert(self) -> ArithmeticPlayer:
         """Calculate what the question comes down to."""
-        return ArithmeticPolicy(_expression(self._problem["metadata"]))
+        return ArithmeticPlayer(_expression(self._problem["metadata"]))
 
-    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> ArithmeticPolicy:
+    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> ArithmeticPlayer:
         """Guess with probability ``slips["guess"]``, else do as the expert."""
-        return ArithmeticPolicy(_expression(self._problem["metadata"]), rng, self._slips if slips is None else slips)
+        return ArithmeticPlayer(_expression(self._problem["metadata"]), rng, self._slips if slips is None else slips)
 
     @tool
     def calc(self, expression: str) -> str:

@@ -15,7 +15,7 @@ SLIPS: dict[str, float] = {"guess": 0.5}
 """``guess``: probability to answer a random number without a calculation."""
 
 
-class ArithmeticPolicy:
+class ArithmeticPlayer:
     """Gives ``expression`` to the calculator and answers what it says."""
 
     def __init__(

@@ -2,8 +2,8 @@
 
 from gymnasium.envs.registration import register, registry
 
-from k3rl.envs.tasks.shop.environment import ShopEnvironment, vocabulary_words
-from k3rl.envs.tasks.shop.expert import ShopPolicy
+from k3rl.envs.tasks.shop.environment import ShopEnvironment
+from k3rl.envs.tasks.shop.expert import ShopPlayer
 
 if "k3rl/Shop-v0" not in registry:
     register(
@@ -13,4 +13,4 @@ if "k3rl/Shop-v0" not in registry:
         order_enforce=False,
     )
 
-__all__ = ["ShopEnvironment", "ShopPolicy", "vocabulary_words"]
+__all__ = ["ShopEnvironment", "ShopPlayer"]

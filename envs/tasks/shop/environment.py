@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3rl.envs.base import Message, Observation, split_of
 from k3rl.envs.calculator import CalculatorError, calculate
-from k3rl.envs.tasks.shop.expert import SLIPS, ShopPolicy
+from k3rl.envs.tasks.shop.expert import SLIPS, ShopPlayer
 from k3rl.envs.tools import ToolEnvironment, ToolError, tool
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ CREATE TABLE items (id INTEGER PRIMARY KEY, name TEXT, price INTEGER, stock INTE
 CREATE TABLE orders (item INTEGER, quantity INTEGER);"""
 
 
-def vocabulary_words() -> tuple[str, ...]:
+def _vocabulary_words() -> tuple[str, ...]:
     """Words of questions, tools, results and answers."""
     return ("find", "price", "stock", "calc", "order", "of", "total", "for", "and", "report", "done", "short", "none")
 
@@ -68,14 +68,14 @@ class ShopEnvironment(ToolEnvironment):
     """The shop. One database file per instance, removed by ``close`` (or with the instance)."""
 
     name = "shop"
-    template_words = vocabulary_words()
+    template_words = _vocabulary_words()
 
     def __init__(self, *, slips: Mapping[str, float] | None = None, kinds: str = "PTOR", **options: Any) -> None:
         super().__init__(**options)
         if not kinds or set(kinds) - set(KINDS):
             raise ValueError(f"kinds is {kinds!r}; it is made of the letters {''.join(KINDS)}")
         self._slips = {**SLIPS, **(slips or {})}
-        ShopPolicy(slips=self._slips)  # refuses unknown slips now, not in the first demonstration
+        ShopPlayer(slips=self._slips)  # refuses unknown slips now, not in the first demonstration
         self._kinds = kinds
         self._db: sqlite3.Connection | None = None
         self._cleanup: weakref.finalize[Any, Any] | None = None
@@ -115,13 +115,13 @@ class ShopEnvironment(ToolEnvironment):
         """Milestones reached so far."""
         return [m for m in self._goal.milestones if m in self._seen]
 
-    def expert(self) -> ShopPolicy:
+    def expert(self) -> ShopPlayer:
         """Solve every task."""
-        return ShopPolicy()
+        return ShopPlayer()
 
-    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> ShopPolicy:
+    def demonstrator(self, rng: np.random.Generator, slips: Mapping[str, float] | None = None) -> ShopPlayer:
         """Succeed about half of the time with the default slips."""
-        return ShopPolicy(rng, self._slips if slips is None else slips)
+        return ShopPlayer(rng, self._slips if slips is None else slips)
 
     @tool
     def find(self, name: str) -> str:

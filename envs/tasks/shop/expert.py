@@ -17,7 +17,7 @@ order without looking at the stock; answer ``done`` where the total was asked.""
 PARAMETERS = {"find": "name", "price": "item", "stock": "item", "calc": "expression", "order": "line"}
 
 
-class ShopPolicy:
+class ShopPlayer:
     """Plays one episode from messages alone. Without ``slips`` it solves every task."""
 
     def __init__(self, rng: np.random.Generator | None = None, slips: Mapping[str, float] | None = None) -> None:
