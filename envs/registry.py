@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import gymnasium
 from gymnasium.envs.registration import registry as gymnasium_registry
 
-from k3rl.errors import UnknownEnvironmentError
+from k3rl.errors import ConfigError, UnknownEnvironmentError, suggest
 
 ENTRY_POINT_GROUP = "k3rl.environments"
 
@@ -25,6 +25,7 @@ def make(id: str, **options: Any) -> gymnasium.Env[Any, Any]:
 
     Raises:
         UnknownEnvironmentError: nothing is known by that id; the message lists near ones.
+        ConfigError: the plug-in or module of that id fails when it is imported.
     """
     if ":" in id:
         return _load_path(id)(**options)
@@ -34,7 +35,7 @@ def make(id: str, **options: Any) -> gymnasium.Env[Any, Any]:
         return gymnasium.make(id, **options)
     plugins = entry_points(group=ENTRY_POINT_GROUP)
     if id in plugins.names:
-        return plugins[id].load()(**options)
+        return _load_plugin(plugins[id])(**options)
     known = known_ids()
     near = difflib.get_close_matches(id, known, n=3, cutoff=0.4)
     hint = f"near ones: {', '.join(near)}" if near else f"k3rl's own: {', '.join(k for k in known if 'k3rl/' in k)}"
@@ -47,9 +48,26 @@ def known_ids() -> list[str]:
     return sorted({*gymnasium_registry, *entry_points(group=ENTRY_POINT_GROUP).names})
 
 
-def _load_path(path: str) -> Any:
-    module, _, name = path.partition(":")
+def _load_plugin(plugin: EntryPoint) -> Any:
     try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+        return plugin.load()
+    except Exception as error:  # importing a stranger's module can raise anything
+        owner = f" of {plugin.dist.name}" if plugin.dist else ""
+        raise ConfigError(
+            f"environment {plugin.name!r}: the entry point {plugin.value!r}{owner} in the group {ENTRY_POINT_GROUP!r} "
+            f"cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load_path(path: str) -> Any:
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
         raise UnknownEnvironmentError(f"no environment {path!r}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"environment {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise UnknownEnvironmentError(f"no environment {path!r}: {error}.{suggest(name, vars(module))}") from error

@@ -1,18 +1,10 @@
-"""The whole configuration of a run: frozen, typed, and readable as the reference manual of its keys.
-
-``load_config(path, overrides)`` merges a YAML file with ``key=value`` overrides and returns frozen dataclasses; no
-omegaconf object leaves this module. A key that does not exist, a value of the wrong type, or an impossible combination
-raises :class:`ConfigError` that names the key and, where there is one, the key that was probably meant.
-
-A section may be given as the path of another YAML file, relative to the file that names it:
-``model: model/k3_tiny.yaml``.
-"""
+"""Every key of a run with its type, default and meaning: the reference manual of a configuration."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +14,32 @@ TILE_ROWS = 16
 """Rows of the sub-tile in which KDA forms exp(-cumulative decay) directly; see ``ModelConfig.gate_lower_bound``."""
 REWARD_COMPONENTS = ("outcome", "milestone")
 """What environments record; see ``k3rl.rewards``."""
+
+
+_MANY = 1e9
+_RANGES = {
+    "steps": (0, _MANY),
+    "sft.max_steps": (0, _MANY),
+    "sft.min_steps": (0, _MANY),
+    "evaluation.every": (0, _MANY),
+    "buffer.max_staleness": (0, _MANY),
+    "rollout.max_failed_frac": (0, 1),
+    "environment.step_timeout_s": (1e-3, _MANY),
+    "rollout.timeout_s": (1e-3, _MANY),
+    "learner.timeout_s": (1e-3, _MANY),
+    **{
+        f"{phase}.optimizer.{key}": limits
+        for phase in ("sft", "learner")
+        for key, limits in {
+            "lr": (0, _MANY),
+            "weight_decay": (0, _MANY),
+            "warmup_steps": (0, _MANY),
+            "final_lr_frac": (0, 1),
+            "max_grad_norm": (0, _MANY),
+        }.items()
+    },
+}
+"""Least and largest value of what has a range; nan lies in none."""
 
 
 def _require(condition: bool, key: str, message: str) -> None:
@@ -74,6 +92,10 @@ class ModelConfig:
     value_head: bool = False
 
     def __post_init__(self) -> None:
+        for name in (f.name for f in dataclasses.fields(self) if f.type == "int"):
+            least = 0 if name == "num_dense_layers" else 1
+            value = getattr(self, name)
+            _require(value >= least, f"model.{name}", f"must be at least {least}, got {value}")
         worst = abs(self.gate_lower_bound) * (TILE_ROWS - 1)
         _require(self.gate_lower_bound < 0, "model.gate_lower_bound", f"must be negative, got {self.gate_lower_bound}")
         _require(
@@ -93,7 +115,6 @@ class ModelConfig:
             "model.experts_per_token",
             f"must be from 1 to num_experts - 1 = {self.num_experts - 1}, got {self.experts_per_token}",
         )
-        _require(self.attn_res_block >= 1, "model.attn_res_block", f"must be at least 1, got {self.attn_res_block}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,8 +287,16 @@ class RunConfig:
             "buffer.signal",
             f"no component {self.buffer.signal!r}; there are {', '.join(signals)}",
         )
+        _require(
+            self.name not in ("", "..") and Path(self.name).name == self.name,
+            "name",
+            f"must be the name of one folder inside run_root, got {self.name!r}",
+        )
         for key, value in self._counts().items():
             _require(value >= 1, key, f"must be at least 1, got {value}")
+        for key, (low, high) in _RANGES.items():
+            value = attrgetter(key)(self)
+            _require(low <= value <= high, key, f"must be from {low:g} to {high:g}, got {value}")
         if not self.rewards:
             object.__setattr__(self, "rewards", {"outcome": 1.0})
 
@@ -296,112 +325,3 @@ class RunConfig:
     @property
     def run_dir(self) -> Path:
         return Path(self.run_root) / self.name
-
-
-def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a run's configuration. Raises ConfigError naming the file and key at fault."""
-    return _build(RunConfig, _read(Path(path)), list(overrides), str(path))
-
-
-def load_model_config(path: str | Path) -> ModelConfig:
-    """Read one file of ``configs/model/``."""
-    return _build(ModelConfig, _read(Path(path)), [], str(path))
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """Plain, JSON-able form of a config; the inverse of :func:`from_dict`."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def from_dict(values: dict[str, Any]) -> RunConfig:
-    """Rebuild a run's config from what :func:`to_dict` made (the ``config.json`` of a run folder)."""
-    return _build(RunConfig, values, [], "config.json")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-
-    try:
-        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except FileNotFoundError as error:
-        near = suggest(path.name, [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else [])
-        raise ConfigError(f"config file {path} does not exist.{near}") from error
-    except Exception as error:  # yaml and omegaconf have unrelated error trees; all mean that the file is not readable
-        raise ConfigError(f"{path} is not a readable YAML file: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys, not a {type(loaded).__name__}")
-    values: dict[str, Any] = {str(k): v for k, v in loaded.items()}
-    for key, value in values.items():
-        if isinstance(value, str) and value.endswith((".yaml", ".yml")):
-            values[key] = _read(path.parent / value)
-    return values
-
-
-def _build(cls: type, values: dict[str, Any], overrides: list[str], source: str) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    _check_keys(cls, values, "", source)
-    for item in overrides:
-        if "=" not in item:
-            raise ConfigError(f"override {item!r} must have the form key=value")
-        _check_override(cls, item.split("=", 1)[0])
-    try:
-        schema = OmegaConf.structured(cls)
-        merged = OmegaConf.merge(schema, OmegaConf.create(values), OmegaConf.from_dotlist(overrides))
-        return OmegaConf.to_object(merged)
-    except ConfigError:
-        raise
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "?"
-        first = str(error).splitlines()[0]
-        raise ConfigError(f"{source}: {key}: {first}") from error
-
-
-def _sections(cls: type) -> dict[str, type | None]:
-    """Field names of a config class, with the nested config class or None for a leaf."""
-    import typing
-
-    hints = typing.get_type_hints(cls)
-    return {f.name: hints[f.name] if dataclasses.is_dataclass(hints[f.name]) else None for f in dataclasses.fields(cls)}
-
-
-def _check_keys(cls: type, values: dict[str, Any], prefix: str, source: str) -> None:
-    sections = _sections(cls)
-    for key, value in values.items():
-        if key not in sections:
-            raise ConfigError(f"{source}: unknown key '{prefix}{key}'.{_suggest_key(cls, prefix, str(key))}")
-        nested = sections[key]
-        if nested is not None and isinstance(value, dict):
-            _check_keys(nested, value, f"{prefix}{key}.", source)
-
-
-def _check_override(cls: type, dotted: str) -> None:
-    at: type | None = cls
-    prefix = ""
-    for part in dotted.split("."):
-        if at is None:
-            return  # below a free-form mapping such as environment.options
-        sections = _sections(at)
-        if part not in sections:
-            raise ConfigError(f"unknown key '{dotted}'.{_suggest_key(at, prefix, part)}")
-        at = sections[part]
-        prefix += f"{part}."
-
-
-def _suggest_key(cls: type, prefix: str, key: str) -> str:
-    """Suggest the same key elsewhere in the run's tree, else a similar one here, else a similar one anywhere."""
-    leaves = _leaves(RunConfig, "")
-    plain = key.replace("-", "_").lower()
-    elsewhere = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == plain]
-    if elsewhere:
-        return f" Did you mean {' or '.join(repr(leaf) for leaf in elsewhere)}?"
-    near = suggest(plain, _sections(cls))
-    return near.replace("mean '", f"mean '{prefix}") if near else suggest(prefix + plain, leaves)
-
-
-def _leaves(cls: type, prefix: str) -> list[str]:
-    out: list[str] = []
-    for name, nested in _sections(cls).items():
-        out += _leaves(nested, f"{prefix}{name}.") if nested is not None else [prefix + name]
-    return out

@@ -1,0 +1,39 @@
+"""The whole configuration of a run: frozen and typed.
+
+``load_config(path, overrides)`` merges a YAML file with ``key=value`` overrides and returns frozen dataclasses; no
+omegaconf object leaves this package. A key that does not exist, a value of the wrong type, or an impossible combination
+raises :class:`ConfigError` that names the key and, where there is one, the key that was probably meant.
+"""
+
+from k3rl.config.load import from_dict, load_config, load_model_config, to_dict
+from k3rl.config.schema import (
+    TILE_ROWS,
+    BufferConfig,
+    EnvironmentConfig,
+    EvaluationConfig,
+    LearnerConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    SftConfig,
+)
+
+__all__ = [
+    "TILE_ROWS",
+    "BufferConfig",
+    "EnvironmentConfig",
+    "EvaluationConfig",
+    "LearnerConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SftConfig",
+    "from_dict",
+    "load_config",
+    "load_model_config",
+    "to_dict",
+]
