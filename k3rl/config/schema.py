@@ -223,7 +223,7 @@ class BufferConfig:
 
     max_staleness: int = 1
     drop_no_signal: bool = True
-    """Drop (and count) groups whose advantages are all zero."""
+    """Drop (and count) groups of equal rewards, when the objective learns from differences within a group."""
     signal: str = "total"
     """Reward component that must vary within a group: a component's name, or ``total`` for the weighted sum."""
 

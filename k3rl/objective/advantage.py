@@ -186,6 +186,7 @@ ADVANTAGES: dict[str, Piece[Callable[[ObjectiveBatch, TokenVectors | None, Objec
         compute=group_relative,
         text=lambda o: f"score - {o.baseline} of the group{_scale(o, 'divided')}",
         keys=("baseline", "std"),
+        needs=("group",),
         linear=True,
     ),
     "gae_turn": Piece(

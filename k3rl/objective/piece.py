@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Need = Literal["value", "reference", "rollout", "horizon"]
-"""A value head, log-probabilities of a reference policy, those of the policy that sampled, the longest episode."""
+Need = Literal["value", "reference", "rollout", "horizon", "group"]
+"""A value head, log-probabilities of a reference policy, those of the policy that sampled, the longest episode, and
+samples of one task whose rewards differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

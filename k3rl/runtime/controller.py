@@ -19,6 +19,7 @@ from k3rl.buffer.ledger import ConsumedSet
 from k3rl.buffer.sampler import Buffer
 from k3rl.errors import StarvedError
 from k3rl.evaluation.report import EvaluationReport, summarise
+from k3rl.objective import resolve
 from k3rl.observe.console import progress
 from k3rl.observe.tracker import MetricsWriter
 from k3rl.rewards.compose import signal_reason
@@ -70,10 +71,11 @@ class Controller:
         self.actors = Actors(config)  # before any file is open
         self.metrics = MetricsWriter(config.run_dir)
         self.events = EventLog(config.run_dir / "events.jsonl")
+        compares = "group" in resolve(config.objective, horizon=config.environment.max_episode_tokens).needs
         self.buffer = Buffer(
             config.run_dir,
             max_staleness=config.buffer.max_staleness,
-            no_signal=self._no_signal if config.buffer.drop_no_signal else None,
+            no_signal=self._no_signal if config.buffer.drop_no_signal and compares else None,
         )
         self.version = PolicyVersion(incarnation=0, step=0, digest="")
 

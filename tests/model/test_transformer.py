@@ -51,6 +51,25 @@ def test_b40_packed_equals_separate_forward_and_backward() -> None:
     _assert_close(_gradients(model, (whole * weights).sum()), _gradients(model, (apart * weights).sum()))
 
 
+@pytest.mark.parametrize("cut", [1, 36, 37, 38, 64, 87, 88, 89, 127])
+def test_b40_packed_and_cut_for_two_shards_equals_separate_forward_and_backward(cut: int) -> None:
+    """The second shard goes on from the state of the one sequence that is cut, and starts the others afresh."""
+    model, ids = _model().double(), _ids(37, 51, 40)
+    apart = torch.cat([model(TokenBatch.pack([i])).hidden for i in ids])
+    ends = list(itertools.accumulate(len(i) for i in ids))
+    num_begun = sum(end - len(i) < cut for i, end in zip(ids, ends, strict=True))
+    room = cut - (ends[num_begun - 1] - len(ids[num_begun - 1]))
+    begun, last = ids[: num_begun - 1], ids[num_begun - 1]
+    first = model(TokenBatch.pack([*begun, last[:room]]), ValueCache.empty(UNEQUAL, num_begun, dtype=torch.float64))
+    carried = first.cache.select(torch.tensor([num_begun - 1])).extend(len(ids) - num_begun)
+    second = model(TokenBatch.pack([last[room:], *ids[num_begun:]]), carried)
+    assert (len(first.hidden), len(second.hidden)) == (cut, 128 - cut)
+    cut_up = torch.cat([first.hidden, second.hidden])
+    torch.testing.assert_close(cut_up, apart)
+    weights = torch.linspace(-1, 1, apart.numel(), dtype=torch.float64).view_as(apart)
+    _assert_close(_gradients(model, (cut_up * weights).sum()), _gradients(model, (apart * weights).sum()))
+
+
 def test_b50_prefill_then_decode_equals_prefill() -> None:
     model = _model()
     with torch.no_grad():
@@ -113,8 +132,8 @@ def test_replayed_routes_reproduce_the_forward_and_train_the_router() -> None:
     assert torch.equal(mixed.routes[1::2], other[1::2])
     assert torch.equal(mixed.routes[::2, 0], out.routes[::2, 0])
     grads = _gradients(model, mixed.hidden.pow(3).sum())
-    assert all(grads[f"layers.{i}.block_sparse_moe.gate.weight"].abs().sum() > 0 for i in range(1, 5))
-    assert out.stats["moe_load"].sum(-1).tolist() == [100] * 4
+    assert all(grads[f"layers.{i}.block_sparse_moe.gate.weight"].abs().sum() > 0 for i in range(1, UNEQUAL.num_layers))
+    assert out.stats["moe_load"].sum(-1).tolist() == [100] * len(model.moe_layers)
 
 
 def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone() -> None:

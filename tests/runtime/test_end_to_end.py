@@ -38,6 +38,8 @@ class Job:
 
     config: Path
     folder: Path
+    ending_s: float = ENDING_S
+    """How long it may take to its end."""
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start ``k3rl train``; its output goes to ``output.txt`` beside the configuration."""
@@ -47,7 +49,7 @@ class Job:
         with open(self.config.with_suffix(".txt"), "wb") as output:
             return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
 
-    def finish(self, process: subprocess.Popen[bytes], timeout_s: float = ENDING_S) -> tuple[int, str]:
+    def finish(self, process: subprocess.Popen[bytes], timeout_s: float) -> tuple[int, str]:
         """Wait for the end: exit code and output."""
         try:
             return process.wait(timeout_s), self.config.with_suffix(".txt").read_text()
@@ -56,7 +58,7 @@ class Job:
 
     def run(self, *arguments: str) -> dict[str, Any]:
         """Run to the end, which must be a good one, and return the summary."""
-        code, output = self.finish(self.start(*arguments))
+        code, output = self.finish(self.start(*arguments), self.ending_s)
         assert code == 0, output
         return json.loads((self.folder / "summary.json").read_text())
 
@@ -67,7 +69,7 @@ class Job:
     def start_until(self, reached: Callable[[], bool], *arguments: str) -> subprocess.Popen[bytes]:
         """Start and return as soon as ``reached``."""
         process = self.start(*arguments)
-        deadline = time.monotonic() + ENDING_S
+        deadline = time.monotonic() + self.ending_s
         while not reached():
             if process.poll() is not None or time.monotonic() > deadline:
                 kill_tree(process)
@@ -132,6 +134,18 @@ def job(folder: Path, name: str, **changes: Any) -> Job:
     path = folder / f"{name}.yaml"
     path.write_text(yaml.safe_dump(values))
     return Job(path, folder / "runs" / name)
+
+
+def demo(folder: Path, name: str, **changes: Any) -> Job:
+    """The README's demo, changed."""
+    values = yaml.safe_load((ROOT / "configs/demo.yaml").read_text())
+    values |= {"name": name, "run_root": str(folder / "runs"), "model": str(ROOT / "configs/model/k3_tiny.yaml")}
+    values["evaluation"] = {"num_tasks": 64}
+    for key, change in changes.items():
+        values[key] = values[key] | change if isinstance(change, dict) else change
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return Job(path, folder / "runs" / name, ending_s=900.0)
 
 
 def processes() -> dict[int, int]:
@@ -242,6 +256,23 @@ def test_l4_a_run_killed_in_sft_and_in_rl_takes_the_identical_steps_when_resumed
     assert set(killed.staleness()) == {0}
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_l4_the_demo_killed_at_a_random_step_takes_the_identical_steps_when_resumed(tmp_path: Path) -> None:
+    changes = {"sft": {"max_steps": 150, "min_steps": 150}, "steps": 12, "checkpoint_every": 3}
+    runs = [demo(tmp_path, name, **changes) for name in ("undisturbed", "killed")]
+    runs[0].run()
+    at = random.Random().randint(2, 11)
+    kill_tree(runs[1].start_until(lambda: any(e["step"] == at for e in runs[1].events("step"))))
+    runs[1].run("--resume")
+    print(f"killed at step {at}")
+    assert runs[0].leased() == runs[1].leased()
+    losses = [[row["train/loss"] for row in read_metrics(r.folder / "metrics.jsonl")[:12]] for r in runs]
+    assert len(losses[0]) == 12
+    assert losses[0] == losses[1]
+    assert runs[0].weights("checkpoints/step_000012") == runs[1].weights("checkpoints/step_000012")
+
+
 def test_an_interrupted_run_of_the_asynchronous_schedule_is_resumed_and_never_too_stale(tmp_path: Path) -> None:
     interrupted = job(tmp_path, "c", steps=8, sft={"max_steps": 10}, schedule="one_step_async")
     process = interrupted.start_until(lambda: len(interrupted.events("step")) >= 3)
@@ -300,11 +331,12 @@ def test_what_the_environment_failed_is_played_again_and_after_three_attempts_ha
 
 
 def test_ppo_learns_values(tmp_path: Path) -> None:
-    ppo = job(tmp_path, "e", steps=3, sft={"max_steps": 5}, objective={"preset": "ppo"})
+    ppo = job(tmp_path, "e", steps=3, sft={"max_steps": 10}, objective={"preset": "ppo"})
     ppo.run("model.value_head=true")
     losses = [row.get("train/value_loss") for row in read_metrics(ppo.folder / "metrics.jsonl")[:3]]
     assert all(loss is not None and math.isfinite(loss) and loss > 0.0 for loss in losses)
     assert set(ppo.staleness()) == {0}
+    assert {a.state for a in ppo.attempts()} == {"committed"}  # a critic learns from a group of equal rewards too
 
 
 @pytest.mark.parametrize(
