@@ -24,6 +24,12 @@ class AttnRes(nn.Module):
 
     def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """Mix sources [T, D] each."""
-        if len(sources) == 1:
-            return sources[0]
         return attn_res_mix(sources, self.norm.weight, self.proj.weight.squeeze(0), self.norm.eps)
+
+
+class PlainResidual(nn.Module):
+    """Reads the residual stream as it is: what stands in a mix's place where there is none."""
+
+    def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The last of ``sources``."""
+        return sources[-1]

@@ -10,16 +10,19 @@ if TYPE_CHECKING:
 
 def _kda_parameters(c: ModelConfig) -> int:
     heads, key, value, dim = c.num_heads, c.kda_key_dim, c.kda_value_dim, c.hidden_size
-    projections = dim * heads * (2 * key + 2 * value) + heads * value * dim
-    gate = c.kda_gate_rank * (dim + heads * key) + heads + heads * key
-    return projections + c.conv_kernel * heads * (2 * key + value) + gate + heads * dim + value
+    projections = dim * heads * (2 * key + value) + heads * value * dim
+    rank = c.kda_output_gate_rank
+    out_gate = dim * heads * value if rank is None else rank * (dim + heads * value)
+    decay = c.kda_gate_rank * (dim + heads * key) + heads + heads * key
+    return projections + out_gate + c.conv_kernel * heads * (2 * key + value) + decay + heads * dim + value
 
 
 def _mla_parameters(c: ModelConfig) -> int:
     heads, dim, value = c.num_heads, c.hidden_size, c.v_head_dim
-    query = dim * c.q_lora_rank + c.q_lora_rank + c.q_lora_rank * heads * (c.qk_nope_dim + c.qk_rope_dim)
+    queries, rank = heads * (c.qk_nope_dim + c.qk_rope_dim), c.q_lora_rank
+    query = dim * queries if rank is None else rank * (dim + 1 + queries)
     keys = dim * (c.kv_lora_rank + c.qk_rope_dim) + c.kv_lora_rank + c.kv_lora_rank * heads * (c.qk_nope_dim + value)
-    return query + keys + 2 * dim * heads * value
+    return query + keys + (1 + c.mla_output_gate) * dim * heads * value
 
 
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
@@ -27,13 +30,17 @@ def count_parameters(config: ModelConfig) -> tuple[int, int]:
     c = config
     num_mla = len(c.mla_layers)
     mixers = num_mla * _mla_parameters(c) + (c.num_layers - num_mla) * _kda_parameters(c)
-    # Four vectors a layer, less the first layer's self_attention_res pair, plus the output mix and the final norm.
-    vectors = (4 * c.num_layers + 2 * (c.num_layers - 1) + 3) * c.hidden_size
+    # Two norms a layer and the last one; with mixes, a norm and a query for each of two a layer, one of them not in the
+    # first layer, and for the output.
+    vectors = (2 * c.num_layers + 1) * c.hidden_size
+    if c.attn_res_block is not None:
+        vectors += 4 * c.num_layers * c.hidden_size
     num_moe = c.num_layers - c.num_dense_layers
     dense = c.num_dense_layers * 3 * c.hidden_size * c.dense_dim
-    fixed = c.hidden_size * c.num_experts + 2 * c.hidden_size * c.latent_dim + c.latent_dim
-    fixed += 3 * c.hidden_size * c.shared_dim
-    expert = 3 * c.latent_dim * c.expert_dim
+    fixed = c.hidden_size * c.num_experts + 3 * c.hidden_size * c.shared_dim
+    if c.latent_dim is not None:
+        fixed += 2 * c.hidden_size * c.latent_dim + c.latent_dim
+    expert = 3 * (c.latent_dim or c.hidden_size) * c.expert_dim
     table = c.vocab_size * c.hidden_size
     head = c.hidden_size + 1 if c.value_head else 0
     active = mixers + vectors + dense + num_moe * (fixed + c.experts_per_token * expert) + table + head

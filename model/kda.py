@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from k3rl.kernels.kda import conv_decode, kda_decode, kda_gate, kda_tiles, l2norm, short_conv
+from k3rl.kernels.kda import (
+    conv_decode,
+    kda_decode,
+    kda_gate,
+    kda_softplus_gate,
+    kda_tiles,
+    l2norm,
+    short_conv,
+)
 from k3rl.model.cache import KdaRows
-from k3rl.model.layers import RMSNorm, linear
+from k3rl.model.layers import RMSNorm, linear, output_gate
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
@@ -25,21 +33,22 @@ class ShortConv(nn.Module):
 
 
 class KdaMixer(nn.Module):
-    """Kimi Delta Attention with short convolutions, a bounded decay gate and a normalised, gated output."""
+    """Kimi Delta Attention with short convolutions, a decay gate and a normalised, gated output."""
 
     def __init__(self, config: ModelConfig, slot: int) -> None:
         super().__init__()
         c = config
         self.slot = slot  # in the cache
         self.heads, self.key_dim, self.value_dim = c.num_heads, c.kda_key_dim, c.kda_value_dim
-        self.lower_bound, self.tile = c.gate_lower_bound, c.state_tile
+        self.bound, self.tile = c.kda_gate_bound, c.state_tile
         keys, values = self.heads * self.key_dim, self.heads * self.value_dim
         self.q_proj, self.k_proj = linear(c.hidden_size, keys), linear(c.hidden_size, keys)
         self.v_proj = linear(c.hidden_size, values)
         self.q_conv1d, self.k_conv1d = ShortConv(keys, c.conv_kernel), ShortConv(keys, c.conv_kernel)
         self.v_conv1d = ShortConv(values, c.conv_kernel)
         self.f_a_proj, self.f_b_proj = linear(c.hidden_size, c.kda_gate_rank), linear(c.kda_gate_rank, keys)
-        self.b_proj, self.g_proj = linear(c.hidden_size, self.heads), linear(c.hidden_size, values)
+        self.b_proj = linear(c.hidden_size, self.heads)
+        self.g_proj = output_gate(c.hidden_size, values, c.kda_output_gate_rank)
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(keys))
         self.o_norm = RMSNorm(self.value_dim, c.rms_norm_eps)
@@ -69,7 +78,7 @@ class KdaMixer(nn.Module):
         rows = before.open_rows.index_put(at, new)
         sizes = [self.key_dim, self.value_dim, self.key_dim, 1]
         k, v, g, beta = (x.transpose(1, 2).contiguous() for x in rows[:, :padded].split(sizes, dim=-1))
-        out, state = kda_decode(q, k, v, g, beta, before.state)
+        out, state = kda_decode(q, k, v, g, beta, before.state, self.bound is not None)
         if not layout.any_full:
             return out, before.state, rows
         full = layout.kda_full.bool().view(num, 1, 1, 1)
@@ -90,7 +99,9 @@ class KdaMixer(nn.Module):
         rows_NPHX = source.index_select(0, layout.kda_in.flatten()).view(num, padded, self.heads, width)
         q, k, v, g, beta = rows_NPHX.split([self.key_dim, self.key_dim, self.value_dim, self.key_dim, 1], dim=-1)
         state = None if before is None else before.state
-        out_NPHV, state = kda_tiles(q, k, v, g, beta.squeeze(-1), state, self.tile, layout.kda_full)
+        out_NPHV, state = kda_tiles(
+            q, k, v, g, beta.squeeze(-1), state, self.tile, layout.kda_full, self.bound is not None
+        )
         out_THV = out_NPHV.reshape(num * padded, self.heads, self.value_dim).index_select(0, layout.kda_out)
         if before is None:
             return out_THV, state, state.new_zeros(0)
@@ -116,7 +127,12 @@ class KdaMixer(nn.Module):
         q = l2norm(q.reshape(shape)) * self.key_dim**-0.5
         k = l2norm(k.reshape(shape))
         z = self.f_b_proj(self.f_a_proj(inputs_TD)).to(wide).reshape(shape)
-        g = kda_gate(z, self.A_log.to(wide), self.dt_bias.to(wide).view(shape[1:]), self.lower_bound)
+        g = self._log_decay(z, self.A_log.to(wide), self.dt_bias.to(wide).view(shape[1:]))
         beta = torch.sigmoid(self.b_proj(inputs_TD).to(wide)).unsqueeze(-1)
         v = v.reshape(len(inputs_TD), self.heads, self.value_dim)
         return torch.cat([q, k, v, g, beta], dim=-1), window
+
+    def _log_decay(self, z: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+        if self.bound is None:
+            return kda_softplus_gate(z, A_log, dt_bias)
+        return kda_gate(z, A_log, dt_bias, self.bound)

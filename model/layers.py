@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
 from k3rl.kernels.norm import rms_norm
-from k3rl.kernels.situ import situ_glu
+from k3rl.kernels.situ import situ_glu, swiglu
+
+if TYPE_CHECKING:
+    from k3rl.config import ModelConfig
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
     """A linear map without bias whose weight the model fills later, from its own generator."""
     return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+
+
+def output_gate(inputs: int, outputs: int, rank: int | None) -> nn.Module:
+    """Projection of an output gate, of full rank or through ``rank`` channels."""
+    return linear(inputs, outputs) if rank is None else nn.Sequential(linear(inputs, rank), linear(rank, outputs))
+
+
+Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From gate and up, of one shape, to the gated activation."""
+
+
+def activation(config: ModelConfig) -> Activation:
+    """The gated activation of a model's feed-forwards."""
+    if config.activation == "swiglu":
+        return swiglu
+    return partial(situ_glu, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
 
 
 class RMSNorm(nn.Module):
@@ -26,14 +49,13 @@ class RMSNorm(nn.Module):
         return rms_norm(inputs, self.weight, self.eps)
 
 
-class SituFeedForward(nn.Module):
-    """Dense SiTU-GLU feed-forward."""
+class FeedForward(nn.Module):
+    """Dense gated feed-forward."""
 
-    def __init__(self, dim: int, width: int, beta: float, linear_beta: float) -> None:
+    def __init__(self, dim: int, width: int, activate: Activation) -> None:
         super().__init__()
-        self.beta, self.linear_beta = beta, linear_beta
+        self.activate = activate
         self.gate_proj, self.up_proj, self.down_proj = linear(dim, width), linear(dim, width), linear(width, dim)
 
     def forward(self, inputs_TD: torch.Tensor) -> torch.Tensor:
-        gated = situ_glu(self.gate_proj(inputs_TD), self.up_proj(inputs_TD), self.beta, self.linear_beta)
-        return self.down_proj(gated)
+        return self.down_proj(self.activate(self.gate_proj(inputs_TD), self.up_proj(inputs_TD)))

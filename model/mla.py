@@ -1,4 +1,4 @@
-"""The gated multi-head latent attention mixer, without positions.
+"""The multi-head latent attention mixer, without positions.
 
 Letters: T tokens, N sequences, Q padded queries, L keys, H heads, R latent width, A pe width.
 """
@@ -22,7 +22,7 @@ ABSORB_QUERIES = 16
 
 
 class MlaMixer(nn.Module):
-    """Full causal attention over a compressed latent, with an output gate."""
+    """Full causal attention over a compressed latent, with an output gate in K3."""
 
     def __init__(self, config: ModelConfig, slot: int) -> None:
         super().__init__()
@@ -30,20 +30,25 @@ class MlaMixer(nn.Module):
         self.slot = slot  # in the cache
         self.heads, self.key_dim, self.value_dim = c.num_heads, c.qk_nope_dim, c.v_head_dim
         self.rank, self.pe_dim = c.kv_lora_rank, c.qk_rope_dim
-        self.q_a_proj = linear(c.hidden_size, c.q_lora_rank)
-        self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.mla_norm_eps)
-        self.q_b_proj = linear(c.q_lora_rank, self.heads * (self.key_dim + self.pe_dim))
+        queries = self.heads * (self.key_dim + self.pe_dim)
+        if c.q_lora_rank is None:
+            self.q_proj = linear(c.hidden_size, queries)
+        else:
+            self.q_a_proj = linear(c.hidden_size, c.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(c.q_lora_rank, c.mla_norm_eps)
+            self.q_b_proj = linear(c.q_lora_rank, queries)
+        self.has_low_rank_query = c.q_lora_rank is not None
         self.kv_a_proj_with_mqa = linear(c.hidden_size, self.rank + self.pe_dim)
         self.kv_a_layernorm = RMSNorm(self.rank, c.mla_norm_eps)
         self.kv_b_proj = linear(self.rank, self.heads * (self.key_dim + self.value_dim))
-        self.g_proj = linear(c.hidden_size, self.heads * self.value_dim)
+        self.g_proj = linear(c.hidden_size, self.heads * self.value_dim) if c.mla_output_gate else None
         self.o_proj = linear(self.heads * self.value_dim, c.hidden_size)
 
     def forward(self, inputs_TD: torch.Tensor, memory: Memory) -> torch.Tensor:
         """Mix [T, D], adding this layer's latents to the cache."""
         layout = memory.layout
         num, queries = layout.query_in.shape
-        q_TX = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs_TD)))
+        q_TX = self._queries(inputs_TD)
         latent_TX, pe_TA = self.kv_a_proj_with_mqa(inputs_TD).split([self.rank, self.pe_dim], dim=-1)
         new_TX = torch.cat([self.kv_a_layernorm(latent_TX), pe_TA], dim=-1)
         latents_NLX = memory.append_latents(self.slot, new_TX)
@@ -53,4 +58,9 @@ class MlaMixer(nn.Module):
         attend = mla_absorbed if queries <= ABSORB_QUERIES else mla_expanded
         out = attend(q_NQHX, latents_NLX, kv_b_HXR, self.key_dim, layout.offsets)
         out_TX = out.reshape(num * queries, self.heads * self.value_dim).index_select(0, layout.query_out)
-        return self.o_proj(out_TX * torch.sigmoid(self.g_proj(inputs_TD)))
+        return self.o_proj(out_TX if self.g_proj is None else out_TX * torch.sigmoid(self.g_proj(inputs_TD)))
+
+    def _queries(self, inputs_TD: torch.Tensor) -> torch.Tensor:
+        if self.has_low_rank_query:
+            return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs_TD)))
+        return self.q_proj(inputs_TD)

@@ -1,4 +1,4 @@
-"""The stable latent mixture of experts and its load balancer. Letters: T tokens, D width, E experts, k per token."""
+"""Mixtures of experts and their load balancer. Letters: T tokens, D width, E experts, k per token."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from k3rl.kernels.moe import apply_experts, qb_histogram, qb_update, route, router_scores
-from k3rl.kernels.situ import situ_glu
-from k3rl.model.layers import RMSNorm, SituFeedForward, linear
+from k3rl.model.layers import FeedForward, RMSNorm, activation, linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,19 +37,16 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(num_experts, width, dim))
 
 
-class LatentMoE(nn.Module):
-    """Routed experts inside a latent, a norm after they are combined, and a shared feed-forward beside them."""
+class SparseMoE(nn.Module):
+    """Routed experts of the full width, and a shared feed-forward beside them."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         c = config
-        self.top_k, self.betas = c.experts_per_token, (c.situ_beta, c.situ_linear_beta)
+        self.top_k, self.scale, self.activate = c.experts_per_token, c.routed_scale, activation(c)
         self.gate = Router(c.hidden_size, c.num_experts)
-        self.routed_expert_down_proj = linear(c.hidden_size, c.latent_dim)
-        self.routed_expert_norm = RMSNorm(c.latent_dim, c.rms_norm_eps)
-        self.routed_expert_up_proj = linear(c.latent_dim, c.hidden_size)
-        self.experts = Experts(c.num_experts, c.latent_dim, c.expert_dim)
-        self.shared_experts = SituFeedForward(c.hidden_size, c.shared_dim, *self.betas)
+        self.experts = Experts(c.num_experts, c.latent_dim or c.hidden_size, c.expert_dim)
+        self.shared_experts = FeedForward(c.hidden_size, c.shared_dim, self.activate)
         self.observer: Callable[[torch.Tensor], None] | None = None
 
     def forward(self, inputs_TD: torch.Tensor, replay_Tk: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,14 +55,26 @@ class LatentMoE(nn.Module):
         if self.observer is not None:
             self.observer(scores_TE.detach())
         ids_Tk, weights_Tk = route(scores_TE, self.gate.e_score_correction_bias, self.top_k, replay_Tk)
-        latent = self.routed_expert_down_proj(inputs_TD)
-        w = self.experts
-        combined = apply_experts(latent, ids_Tk, weights_Tk, w.w1, w.w2, w.w3, self._activate)
-        routed = self.routed_expert_up_proj(self.routed_expert_norm(combined))
+        routed = self._routed(inputs_TD, ids_Tk, weights_Tk * self.scale)
         return routed + self.shared_experts(inputs_TD), ids_Tk
 
-    def _activate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        return situ_glu(gate, up, *self.betas)
+    def _routed(self, inputs_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
+        w = self.experts
+        return apply_experts(inputs_TD, ids_Tk, weights_Tk, w.w1, w.w2, w.w3, self.activate)
+
+
+class LatentMoE(SparseMoE):
+    """Routed experts inside a latent, with a norm after they are combined."""
+
+    def __init__(self, config: ModelConfig, latent_dim: int) -> None:
+        super().__init__(config)
+        self.routed_expert_down_proj = linear(config.hidden_size, latent_dim)
+        self.routed_expert_norm = RMSNorm(latent_dim, config.rms_norm_eps)
+        self.routed_expert_up_proj = linear(latent_dim, config.hidden_size)
+
+    def _routed(self, inputs_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
+        combined = super()._routed(self.routed_expert_down_proj(inputs_TD), ids_Tk, weights_Tk)
+        return self.routed_expert_up_proj(self.routed_expert_norm(combined))
 
 
 class QuantileBalancer:
@@ -75,7 +83,7 @@ class QuantileBalancer:
     Not used in reinforcement learning, where a moving bias would change the policy between rollout and update.
     """
 
-    def __init__(self, layers: Sequence[LatentMoE]) -> None:
+    def __init__(self, layers: Sequence[SparseMoE]) -> None:
         self._layers = list(layers)
         self.counts: list[torch.Tensor | None] = [None] * len(self._layers)
         """Histogram [E, B] int64 of each layer; sum it over data-parallel ranks before ``step``."""

@@ -1,4 +1,4 @@
-"""The K3-style policy and its one forward pass.
+"""The policy, of the Kimi K3 or the Kimi Linear family, and its one forward pass.
 
 Letters: T tokens of the packed batch, N sequences, D model width, L mixture-of-experts layers, E experts, k per token.
 """
@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from k3rl.kernels.linear_logprob import linear_logprob
-from k3rl.model.attn_res import AttnRes
+from k3rl.model.attn_res import AttnRes, PlainResidual
 from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenLogprobs
 from k3rl.model.cache import ValueMemory
 from k3rl.model.kda import KdaMixer, ShortConv
-from k3rl.model.layers import RMSNorm, SituFeedForward, linear
+from k3rl.model.layers import FeedForward, RMSNorm, activation, linear
 from k3rl.model.mla import MlaMixer
-from k3rl.model.moe import LatentMoE
+from k3rl.model.moe import LatentMoE, SparseMoE
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
@@ -27,23 +27,30 @@ if TYPE_CHECKING:
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and a feed-forward, each reading a mix of the blocks so far."""
+    """A mixer and a feed-forward, each reading a mix of the blocks so far, or the plain residual stream."""
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
-        dim, eps = config.hidden_size, config.rms_norm_eps
-        self.starts_block = index % config.attn_res_block == 0
+        dim, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block
+        self.starts_block = block is not None and index % block == 0
         # The checkpoint's layer 0 has a self_attention_res too, but no source to mix: it is dead and not built here.
-        self.self_attention_res = AttnRes(dim, eps) if index else None
-        self.mlp_res = AttnRes(dim, eps)
+        self.self_attention_res = _residual(config) if index else PlainResidual()
+        self.mlp_res = _residual(config)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(dim, eps), RMSNorm(dim, eps)
         num_mla = sum(i < index for i in config.mla_layers)
         is_mla = index in config.mla_layers
         self.self_attn = MlaMixer(config, num_mla) if is_mla else KdaMixer(config, index - num_mla)
-        betas = (config.situ_beta, config.situ_linear_beta)
         dense = index < config.num_dense_layers
-        self.mlp = SituFeedForward(dim, config.dense_dim, *betas) if dense else None
-        self.block_sparse_moe = None if dense else LatentMoE(config)
+        self.mlp = FeedForward(dim, config.dense_dim, activation(config)) if dense else None
+        self.block_sparse_moe = None if dense else _experts(config)
+
+
+def _residual(config: ModelConfig) -> nn.Module:
+    return PlainResidual() if config.attn_res_block is None else AttnRes(config.hidden_size, config.rms_norm_eps)
+
+
+def _experts(config: ModelConfig) -> SparseMoE:
+    return SparseMoE(config) if config.latent_dim is None else LatentMoE(config, config.latent_dim)
 
 
 class K3Model(nn.Module):
@@ -55,7 +62,7 @@ class K3Model(nn.Module):
         self.capabilities = PolicyCapabilities(chunk=True, routes=True, value=config.value_head)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta").to_empty(device="cpu")
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.output_attn_res = AttnRes(config.hidden_size, config.rms_norm_eps)
+        self.output_attn_res = _residual(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.value_head = None
@@ -64,8 +71,8 @@ class K3Model(nn.Module):
         self.reset_parameters(seed)
 
     @property
-    def moe_layers(self) -> list[LatentMoE]:
-        return [x for x in self.modules() if isinstance(x, LatentMoE)]
+    def moe_layers(self) -> list[SparseMoE]:
+        return [x for x in self.modules() if isinstance(x, SparseMoE)]
 
     def muon_blocks(self) -> dict[str, int]:
         """Projections that Muon orthogonalises head by head (K3 report §2.5), with their number of heads."""
@@ -114,7 +121,7 @@ class K3Model(nn.Module):
         routes: list[torch.Tensor] = []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
-            hidden = prefix if layer.self_attention_res is None else layer.self_attention_res([*bank, prefix])
+            hidden = layer.self_attention_res([*bank, prefix])
             if layer.starts_block:
                 bank.append(prefix)
             mixed = layer.self_attn(layer.input_layernorm(hidden), memory)

@@ -103,8 +103,8 @@ def test_every_key_misspelt_once_is_refused_in_file_and_on_the_command_line(tmp_
         ("learner.optimizer.lr=fast", "learner.optimizer.lr"),
         ("schedule=sometimes", "schedule"),
         ("rollout.temperature=0", "rollout.temperature"),
-        ("model.gate_lower_bound=-6", "model.gate_lower_bound"),
-        ("model.gate_lower_bound=1", "model.gate_lower_bound"),
+        ("model.kda_gate_bound=-6", "model.kda_gate_bound"),
+        ("model.kda_gate_bound=1", "model.kda_gate_bound"),
         ("model.mla_layers=[9]", "model.mla_layers"),
         ("model.experts_per_token=8", "model.experts_per_token"),
     ],
@@ -116,7 +116,7 @@ def test_a_wrong_value_is_refused_by_the_name_of_its_key(override: str, key: str
 
 
 def test_the_largest_gate_bound_that_cannot_overflow_is_accepted() -> None:
-    assert load_config(DEMO, ["model.gate_lower_bound=-5.8"]).model.gate_lower_bound == -5.8  # 5.8 * 15 = 87
+    assert load_config(DEMO, ["model.kda_gate_bound=-5.8"]).model.kda_gate_bound == -5.8  # 5.8 * 15 = 87
 
 
 def test_a_missing_file_is_named_with_the_nearest_one() -> None:

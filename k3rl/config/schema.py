@@ -11,7 +11,7 @@ from typing import Any, Literal
 from k3rl.errors import ConfigError, suggest
 
 TILE_ROWS = 16
-"""Rows of the sub-tile in which KDA forms exp(-cumulative decay) directly; see ``ModelConfig.gate_lower_bound``."""
+"""Rows of the sub-tile in which KDA forms exp(-cumulative decay) directly; see ``ModelConfig.kda_gate_bound``."""
 REWARD_COMPONENTS = ("outcome", "milestone")
 """What environments record; see ``k3rl.rewards``."""
 
@@ -49,7 +49,10 @@ def _require(condition: bool, key: str, message: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of a Kimi-K3-style model. Every layer is KDA except those in ``mla_layers``."""
+    """Shape of a model of the Kimi K3 or the Kimi Linear family. Every layer is KDA except those in ``mla_layers``.
+
+    The defaults are K3's choices; where Kimi Linear differs, the key says so.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -60,26 +63,37 @@ class ModelConfig:
     kda_key_dim: int = 128
     kda_value_dim: int = 128
     kda_gate_rank: int = 128
+    kda_gate_bound: float | None = -5.0
+    """Per-token log decay lies in (bound, 0); exp(15 |bound|) must be finite in float32. None: Kimi Linear's unbounded
+    softplus decay."""
+    kda_output_gate_rank: int | None = None
+    """Rank of KDA's output gate, None for full rank. Kimi Linear: the value width."""
     conv_kernel: int = 4
-    gate_lower_bound: float = -5.0
-    """Per-token log decay lies in (gate_lower_bound, 0); exp(15 |bound|) must be finite in float32."""
-    q_lora_rank: int = 1536
+    q_lora_rank: int | None = 1536
+    """None: queries are projected directly, as in Kimi Linear."""
     kv_lora_rank: int = 512
     qk_nope_dim: int = 128
     qk_rope_dim: int = 64
     """Named after the checkpoint; no rotation is ever applied to it."""
     v_head_dim: int = 128
+    mla_output_gate: bool = True
+    """Kimi Linear: false."""
     num_dense_layers: int = 1
     """Leading layers with a dense feed-forward in place of the mixture of experts."""
     dense_dim: int
     num_experts: int
     experts_per_token: int
-    latent_dim: int
+    routed_scale: float = 1.0
+    """Factor on the routed experts' weights. Kimi-Linear-48B: 2.446."""
+    latent_dim: int | None
+    """Width in which the experts live, with a norm after they are combined. None: the full width, as in Kimi Linear."""
     expert_dim: int
     shared_dim: int
     """Width of all shared experts together (they are one feed-forward)."""
-    attn_res_block: int
-    """Layers per block of Block Attention Residuals."""
+    attn_res_block: int | None
+    """Layers per block of Block Attention Residuals. None: a plain residual stream, as in Kimi Linear."""
+    activation: Literal["situ", "swiglu"] = "situ"
+    """Kimi Linear: swiglu."""
     situ_beta: float = 4.0
     situ_linear_beta: float = 25.0
     rms_norm_eps: float = 1e-5
@@ -92,18 +106,19 @@ class ModelConfig:
     value_head: bool = False
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in dataclasses.fields(self) if f.type == "int"):
+        for name in (f.name for f in dataclasses.fields(self) if f.type in ("int", "int | None")):
             least = 0 if name == "num_dense_layers" else 1
             value = getattr(self, name)
-            _require(value >= least, f"model.{name}", f"must be at least {least}, got {value}")
-        worst = abs(self.gate_lower_bound) * (TILE_ROWS - 1)
-        _require(self.gate_lower_bound < 0, "model.gate_lower_bound", f"must be negative, got {self.gate_lower_bound}")
-        _require(
-            worst < 88,
-            "model.gate_lower_bound",
-            f"|{self.gate_lower_bound}| * {TILE_ROWS - 1} = {worst:g} overflows exp in float32; it must stay under 88 "
-            f"(bound above {-88 / (TILE_ROWS - 1):.3f})",
-        )
+            _require(value is None or value >= least, f"model.{name}", f"must be at least {least}, got {value}")
+        if self.kda_gate_bound is not None:
+            worst = abs(self.kda_gate_bound) * (TILE_ROWS - 1)
+            _require(self.kda_gate_bound < 0, "model.kda_gate_bound", f"must be negative, got {self.kda_gate_bound}")
+            _require(
+                worst < 88,
+                "model.kda_gate_bound",
+                f"|{self.kda_gate_bound}| * {TILE_ROWS - 1} = {worst:g} overflows exp in float32; it must stay under "
+                f"88 (bound above {-88 / (TILE_ROWS - 1):.3f})",
+            )
         layers = set(self.mla_layers)
         _require(
             len(layers) == len(self.mla_layers) and all(0 <= i < self.num_layers for i in layers),

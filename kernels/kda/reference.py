@@ -6,9 +6,12 @@ A padded row has k = g = beta = 0: it leaves the state as it is.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TILE = 16
 """Rows whose decay ratios are formed as products of exponentials: 15 * 5 = 75 stays under float32's limit of 88."""
@@ -56,6 +59,11 @@ def kda_gate(z: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor, lower_
     return _Gate.apply(z, A_log, dt_bias, lower_bound)
 
 
+def kda_softplus_gate(z: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+    """Log decay of Kimi Linear, at most 0: ``-exp(A_log) * softplus(z + dt_bias)``. Shapes as in :func:`kda_gate`."""
+    return -A_log.exp().unsqueeze(-1) * torch.nn.functional.softplus(z + dt_bias)
+
+
 def l2norm(inputs: torch.Tensor) -> torch.Tensor:
     """Unit length along the last axis, with 1e-6 inside the root."""
     return inputs * torch.rsqrt(inputs.square().sum(-1, keepdim=True) + 1e-6)
@@ -90,6 +98,26 @@ def _invert_unit_lower(lower: torch.Tensor) -> torch.Tensor:
     return torch.linalg.solve_triangular(lower + eye, eye.expand_as(lower), upper=False, unitriangular=True)
 
 
+def _decayed_products(
+    lefts: Sequence[torch.Tensor], k: torch.Tensor, cumulative: torch.Tensor, bounded: bool
+) -> list[torch.Tensor]:
+    """For each of ``lefts``: ``sum_k left_ik k_jk exp(c_ik - c_jk)`` below the diagonal of a tile, 0 elsewhere.
+
+    Bounded decay makes it a product of matrices. Unbounded decay would overflow there, so that every pair of rows gets
+    an exponential of its own.
+    """
+    if bounded:
+        # Anchored at the first row: any other anchor lies in some row's future, whose rounding would then depend on it.
+        first = cumulative[..., :1, :]
+        rise, k_fall = (cumulative - first).exp(), (k * (first - cumulative).exp()).transpose(-1, -2)
+        return [((left * rise) @ k_fall).tril(-1) for left in lefts]
+    rows = torch.arange(cumulative.shape[-2], device=cumulative.device)
+    before = (rows.unsqueeze(1) > rows).unsqueeze(-1)
+    # Masked before the exponential: what overflows there would make the gradient NaN even where it is dropped.
+    pairs = (cumulative.unsqueeze(-2) - cumulative.unsqueeze(-3)).masked_fill(~before, -torch.inf).exp()
+    return [torch.einsum("...ik,...jk,...ijk->...ij", left, k, pairs) for left in lefts]
+
+
 def kda_tiles(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -99,6 +127,7 @@ def kda_tiles(
     initial_state: torch.Tensor | None = None,
     tile: int = TILE,
     num_tiles_N: torch.Tensor | None = None,
+    bounded: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chunked KDA. A row's result depends, bit by bit, on the rows up to it alone.
 
@@ -106,11 +135,12 @@ def kda_tiles(
         q: [N, T, H, K], already scaled.
         k: [N, T, H, K].
         v: [N, T, H, V].
-        g: [N, T, H, K] log decay, from -5.8 to 0.
+        g: [N, T, H, K] log decay, at most 0.
         beta: [N, T, H].
         initial_state: [N, H, K, V], zero if None.
         tile: state checkpoint interval, a multiple of 16; the arithmetic is in rows of 16 whatever it is.
         num_tiles_N: [N] the returned state of sequence n is that after so many tiles; None: after all rows.
+        bounded: g is at least -5.8; without it decay may be as strong as it likes, at 16 times the exponentials.
 
     Returns:
         Outputs [N, T, H, V] and the state [N, H, K, V].
@@ -122,15 +152,12 @@ def kda_tiles(
     q, k, v, g, beta = (_to_parts(x, parts) for x in (q, k, v, g, beta.unsqueeze(-1)))
     state = q.new_zeros(num, heads, key_dim, v.shape[-1]) if initial_state is None else initial_state
     cumulative = g.cumsum(-2)
-    # Anchored at the first row: any other anchor lies in some row's future, whose rounding would then depend on it.
-    rise = (cumulative - cumulative[..., :1, :]).exp()
-    fall = (cumulative[..., :1, :] - cumulative).exp()
-    decay = rise * cumulative[..., :1, :].exp()
-    k_fall = (k * fall).transpose(-1, -2)
-    inverse = _invert_unit_lower((beta * ((k * rise) @ k_fall)).tril(-1)) * beta.transpose(-1, -2)
+    decay = cumulative.exp()
+    alike, scores = _decayed_products([k, q], k, cumulative, bounded)
+    inverse = _invert_unit_lower(beta * alike) * beta.transpose(-1, -2)
     pseudo, keys = inverse @ v, inverse @ (k * decay)
     # The diagonal has no decay. Left in the product it would give each gate a gradient of pure rounding error.
-    scores = ((q * rise) @ k_fall).tril(-1) + torch.diag_embed((q * k).sum(-1))
+    scores = scores + torch.diag_embed((q * k).sum(-1))
     q_decay = q * decay
     k_end = (k * (cumulative[..., -1:, :] - cumulative).exp()).transpose(-1, -2)
     last = decay[..., -1, :].unsqueeze(-1)
@@ -156,6 +183,7 @@ def kda_decode(
     g: torch.Tensor,
     beta: torch.Tensor,
     state_NHKV: torch.Tensor,
+    bounded: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What :func:`kda_tiles` says of one new token per sequence: its output [N, H, V] and the state after it.
 
@@ -166,16 +194,14 @@ def kda_decode(
         q_NHK: the new token's query, already scaled.
         k: [N, H, T, K], as are v [N, H, T, V], g [N, H, T, K] and beta [N, H, T, 1].
         state_NHKV: the state before the rows.
+        bounded: as in :func:`kda_tiles`.
     """
     for start in range(0, k.shape[2], TILE):
         k_R, v_R, beta_R = (x[:, :, start : start + TILE] for x in (k, v, beta))
         cumulative = g[:, :, start : start + TILE].cumsum(-2)
-        first = cumulative[..., :1, :]
-        rise = (cumulative - first).exp()
-        decay = rise * first.exp()
-        lower = beta_R * ((k_R * rise) @ (k_R * (first - cumulative).exp()).transpose(-1, -2))
+        decay = cumulative.exp()
+        lower = beta_R * _decayed_products([k_R], k_R, cumulative, bounded)[0]
         error = beta_R * (v_R - (k_R * decay) @ state_NHKV)
-        # It reads what is below the diagonal and nothing else.
         delta = torch.linalg.solve_triangular(lower, error, upper=False, unitriangular=True)
         k_end = k_R * (cumulative[..., -1:, :] - cumulative).exp()
         state_NHKV = decay[..., -1, :].unsqueeze(-1) * state_NHKV + k_end.transpose(-1, -2) @ delta

@@ -1,5 +1,5 @@
-"""SiTU-GLU, K3's bounded gated activation."""
+"""Gated activations."""
 
-from k3rl.kernels.situ.reference import situ_glu
+from k3rl.kernels.situ.reference import situ_glu, swiglu
 
-__all__ = ["situ_glu"]
+__all__ = ["situ_glu", "swiglu"]

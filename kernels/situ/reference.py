@@ -1,4 +1,4 @@
-"""SiTU-GLU, K3's bounded gated activation."""
+"""Gated activations: K3's bounded SiTU-GLU, and SwiGLU, which it becomes as its bounds grow."""
 
 from __future__ import annotations
 
@@ -14,3 +14,8 @@ def situ_glu(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: flo
     a, b = (gate.float(), up.float()) if narrow else (gate, up)
     bounded = torch.tanh(a * (1 / beta)) * torch.tanh(b * (1 / linear_beta))
     return (bounded * (beta * linear_beta) * torch.sigmoid(a)).to(gate.dtype)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` (https://arxiv.org/abs/2002.05202)."""
+    return torch.nn.functional.silu(gate) * up
