@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,14 +68,18 @@ def test_float32_tiles_equal_the_float64_recurrence_at_1000_tokens() -> None:
         assert (a - b).norm() <= 1e-4 * b.norm()
 
 
+@pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 64, 65])
-def test_later_tokens_change_no_bit_of_earlier_outputs(length: int) -> None:
+def test_later_tokens_change_no_bit_of_earlier_outputs(length: int, bounded: bool) -> None:
     q, k, v, z, b, state = _inputs(130, torch.float32)[:6]
-    rows: Any = [l2norm(q), l2norm(k), v, -5 * torch.sigmoid(z), torch.sigmoid(b)]
-    whole = kda_tiles(*rows, initial_state=state)[0]
-    assert torch.equal(kda_tiles(*(x[:, :length] for x in rows), initial_state=state)[0], whole[:, :length])
+    g = -5 * torch.sigmoid(z) if bounded else -(40 * z).exp().clamp(max=1e4)
+    rows: Any = [l2norm(q), l2norm(k), v, g, torch.sigmoid(b)]
+    form = partial(kda_tiles, initial_state=state, bounded=bounded)
+    whole = form(*rows)[0]
+    assert whole.isfinite().all()
+    assert torch.equal(form(*(x[:, :length] for x in rows))[0], whole[:, :length])
     changed: Any = [torch.cat([x[:, :length], 0.5 * x[:, length:]], 1) for x in rows]
-    assert torch.equal(kda_tiles(*changed, initial_state=state)[0][:, :length], whole[:, :length])
+    assert torch.equal(form(*changed)[0][:, :length], whole[:, :length])
 
 
 def test_masked_rows_change_neither_the_state_nor_a_gradient() -> None:
@@ -161,11 +166,12 @@ def test_a_text_that_repeats_itself_costs_no_digits() -> None:
     assert (got - want).norm() <= 2e-6 * want.norm()
 
 
-def test_decoding_a_row_gives_what_the_tiles_give() -> None:
+@pytest.mark.parametrize("bounded", [True, False])
+def test_decoding_a_row_gives_what_the_tiles_give(bounded: bool) -> None:
     q, k, v, z, b, state = _inputs(13, torch.float32)[:6]
-    g, beta = -torch.rand_like(z), torch.sigmoid(b)
+    g, beta = -torch.rand_like(z) * (1 if bounded else 100), torch.sigmoid(b)
     rows = (l2norm(q), l2norm(k), v, g, beta)
-    whole, _ = kda_tiles(*rows, initial_state=state)
+    whole, _ = kda_tiles(*rows, initial_state=state, bounded=bounded)
     by_head: Any = [x.transpose(1, 2) for x in (*rows[1:4], beta.unsqueeze(-1))]
-    last, _ = kda_decode(rows[0][:, -1], *by_head, state_NHKV=state)
+    last, _ = kda_decode(rows[0][:, -1], *by_head, state_NHKV=state, bounded=bounded)
     torch.testing.assert_close(last.reshape(whole[:, -1].shape), whole[:, -1], atol=2e-6, rtol=0)

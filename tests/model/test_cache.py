@@ -16,12 +16,24 @@ from k3rl.testing.conformance import check_cache
 
 TINY = load_model_config(Path(__file__).parents[2] / "configs/model/k3_tiny.yaml")
 UNEQUAL = dataclasses.replace(TINY, kda_key_dim=16, kda_value_dim=32, initializer_range=0.15)
+LINEAR = dataclasses.replace(
+    UNEQUAL,
+    kda_gate_bound=None,
+    kda_output_gate_rank=32,
+    q_lora_rank=None,
+    mla_output_gate=False,
+    routed_scale=2.446,
+    latent_dim=None,
+    attn_res_block=None,
+    activation="swiglu",
+)
 PAGE = 4
 
 
+@pytest.mark.parametrize("family", [UNEQUAL, LINEAR], ids=["k3", "linear"])
 @pytest.mark.parametrize("tile", [16, 64])
-def test_a_value_cache_conforms(tile: int) -> None:
-    config = dataclasses.replace(UNEQUAL, state_tile=tile)
+def test_a_value_cache_conforms(tile: int, family: ModelConfig) -> None:
+    config = dataclasses.replace(family, state_tile=tile)
     check_cache(K3Model(config, seed=3), lambda n: ValueCache.empty(config, n), tolerance=5e-5)
 
 

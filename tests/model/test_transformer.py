@@ -21,6 +21,18 @@ TINY = load_model_config(MODELS / "k3_tiny.yaml")
 UNEQUAL = dataclasses.replace(TINY, kda_key_dim=16, kda_value_dim=32, initializer_range=0.15, value_head=True)
 
 
+LINEAR = dataclasses.replace(
+    UNEQUAL,
+    kda_gate_bound=None,
+    kda_output_gate_rank=8,
+    q_lora_rank=None,
+    mla_output_gate=False,
+    latent_dim=None,
+    attn_res_block=None,
+    activation="swiglu",
+)
+
+
 def _model(config: ModelConfig = UNEQUAL) -> K3Model:
     return K3Model(config, seed=3)
 
@@ -167,7 +179,7 @@ def test_no_new_tokens_leave_the_cache_and_values_start_at_zero() -> None:
 
 
 def test_parameters_and_cache_bytes_are_counted_right() -> None:
-    for config in (TINY, UNEQUAL):
+    for config in (TINY, UNEQUAL, LINEAR):
         assert count_parameters(config)[0] == sum(p.numel() for p in K3Model(config).parameters())
         cache = K3Model(config)(TokenBatch.pack(_ids(40)), ValueCache.empty(config, 1)).cache
         assert cache_bytes(config, 40, element_bytes=4) == sum(4 * x.numel() for x in cache.tensors())
