@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from k3rl.kernels.attn_res import attn_res_mix
@@ -11,8 +12,6 @@ from k3rl.model.layers import RMSNorm, linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
 
 class AttnRes(nn.Module):
@@ -25,6 +24,20 @@ class AttnRes(nn.Module):
     def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """Mix sources [T, D] each."""
         return attn_res_mix(sources, self.norm.weight, self.proj.weight.squeeze(0), self.norm.eps)
+
+
+class UnusedAttnRes(nn.Module):
+    """The mix of layer 0, which has no source but the stream: its tensors stand in checkpoints and do nothing."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm, self.proj = nn.Module(), nn.Module()
+        self.norm.register_buffer("weight", torch.ones(dim))
+        self.proj.register_buffer("weight", torch.zeros(1, dim))
+
+    def forward(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The last of ``sources``."""
+        return sources[-1]
 
 
 class PlainResidual(nn.Module):

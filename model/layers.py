@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear map without bias whose weight the model fills later, from its own generator."""
-    return nn.Linear(inputs, outputs, bias=False, device="meta").to_empty(device="cpu")
+    """A linear map without bias."""
+    return nn.Linear(inputs, outputs, bias=False)
 
 
 def output_gate(inputs: int, outputs: int, rank: int | None) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from k3rl.kernels.linear_logprob import linear_logprob
-from k3rl.model.attn_res import AttnRes, PlainResidual
+from k3rl.model.attn_res import AttnRes, PlainResidual, UnusedAttnRes
 from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenLogprobs
 from k3rl.model.cache import ValueMemory
 from k3rl.model.kda import KdaMixer, ShortConv
@@ -33,9 +33,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         dim, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block
         self.starts_block = block is not None and index % block == 0
-        # The checkpoint's layer 0 has a self_attention_res too, but no source to mix: it is dead and not built here.
-        self.self_attention_res = _residual(config) if index else PlainResidual()
-        self.mlp_res = _residual(config)
+        self.self_attention_res, self.mlp_res = _residual(config, index), _residual(config)
         self.input_layernorm, self.post_attention_layernorm = RMSNorm(dim, eps), RMSNorm(dim, eps)
         num_mla = sum(i < index for i in config.mla_layers)
         is_mla = index in config.mla_layers
@@ -45,8 +43,10 @@ class DecoderLayer(nn.Module):
         self.block_sparse_moe = None if dense else _experts(config)
 
 
-def _residual(config: ModelConfig) -> nn.Module:
-    return PlainResidual() if config.attn_res_block is None else AttnRes(config.hidden_size, config.rms_norm_eps)
+def _residual(config: ModelConfig, index: int | None = None) -> nn.Module:
+    if config.attn_res_block is None:
+        return PlainResidual()
+    return UnusedAttnRes(config.hidden_size) if index == 0 else AttnRes(config.hidden_size, config.rms_norm_eps)
 
 
 def _experts(config: ModelConfig) -> SparseMoE:
@@ -54,21 +54,26 @@ def _experts(config: ModelConfig) -> SparseMoE:
 
 
 class K3Model(nn.Module):
-    """Embedding, layers, output head and an optional value head; equal seeds give equal weights."""
+    """Embedding, layers, output head and an optional value head; equal seeds give equal weights.
 
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+    On the device ``meta`` it has shapes and no memory.
+    """
+
+    def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = config
         self.capabilities = PolicyCapabilities(chunk=True, routes=True, value=config.value_head)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta").to_empty(device="cpu")
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.output_attn_res = _residual(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = linear(config.hidden_size, config.vocab_size)
-        self.value_head = None
-        if config.value_head:
-            self.value_head = nn.Linear(config.hidden_size, 1, device="meta").to_empty(device="cpu")
-        self.reset_parameters(seed)
+        with torch.device("meta"):  # every weight is filled below, from a generator of our own
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+            self.output_attn_res = _residual(config)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.lm_head = linear(config.hidden_size, config.vocab_size)
+            self.value_head = nn.Linear(config.hidden_size, 1) if config.value_head else None
+        if torch.device(device).type != "meta":
+            self.to_empty(device="cpu")
+            self.reset_parameters(seed)
+            self.to(device)
 
     @property
     def moe_layers(self) -> list[SparseMoE]:
@@ -82,8 +87,10 @@ class K3Model(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
-        """Fill all weights from a generator of their own."""
+        """Fill all weights from a generator of their own, equal on every device: call it on the CPU."""
         generator = torch.Generator().manual_seed(seed)
+        for name, buffer in self.named_buffers():
+            buffer.fill_(float(name.endswith("norm.weight")))
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
