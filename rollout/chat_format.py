@@ -82,6 +82,11 @@ def make_tokenizer(name: str, words: Iterable[str], tool_names: Iterable[str]) -
     return TinyTokenizer(words=tuple(found), markers=kind.MARKERS)
 
 
+def vocabulary_of(config: RunConfig) -> str:
+    """What the token ids of a run mean: equal texts mean equal ids for everything that is ever rendered."""
+    return f"{config.chat_format} {build_chat_format(config).tokenizer.digest[:16]}"
+
+
 def build_chat_format(config: RunConfig) -> ChatFormat:
     """The format of a run. The environment gives the tools and, as ``template_words``, the words worth a token."""
     from k3rl.envs.registry import make

@@ -227,7 +227,7 @@ def _json_turn(name: str, text: str) -> list[int]:
     ],
     ids=["nan", "infinity", "overflow", "digits", "quotes", "empty", "duplicate", "bomb", "deep", "long"],
 )
-def test_json_that_would_lose_or_break_something_is_refused_with_its_kind(name: str, value: str, kind: str) -> None:
+def test_b30_json_that_would_lose_or_break_something_is_refused_with_its_kind(name: str, value: str, kind: str) -> None:
     text = f"[{value}]" if name == "xtml" else f'{{"k": {value}}}'
     error = FORMATS[name].parse_action(_json_turn(name, text)).error
     if name == "xtml" and value == "":
