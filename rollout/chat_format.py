@@ -46,8 +46,8 @@ class ChatFormat(Protocol):
         """Ids of the start of a conversation, up to and including the generation prefix of the assistant's turn."""
         ...
 
-    def render_observation(self, messages: Sequence[Message], first_index: int = 1) -> list[int]:
-        """Ids of *new* messages and the next generation prefix. ``first_index`` numbers the first tool result."""
+    def render_observation(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of *new* messages and the next generation prefix."""
         ...
 
     def render_action(self, action: AssistantAction) -> list[int]:
