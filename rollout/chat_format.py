@@ -16,6 +16,7 @@ import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from k3rl.errors import ConfigError, suggest
+from k3rl.model.bpe_tokenizer import load_tokenizer
 from k3rl.model.tokenizer import TinyTokenizer, Tokenizer
 from k3rl.rollout.formats.compact import CompactFormat
 from k3rl.rollout.formats.xtml import XtmlFormat
@@ -92,8 +93,11 @@ def build_chat_format(config: RunConfig) -> ChatFormat:
     from k3rl.envs.registry import make
 
     env: Any = make(config.environment.id, **config.environment.options).unwrapped
-    names = [tool["name"] for tool in env.tool_schemas]
-    tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
+    if config.tokenizer == "tiny":
+        names = [tool["name"] for tool in env.tool_schemas]
+        tokenizer: Tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer)
     return make_chat_format(config.chat_format, tokenizer, env.tool_schemas)
 
 

@@ -255,6 +255,8 @@ class RunConfig:
     seed: int = 0
     run_root: str = "runs"
     model: ModelConfig
+    tokenizer: str = "tiny"
+    """``tiny``, made from the words of the environment and the format, or the folder of a published tokenizer."""
     chat_format: Literal["compact", "xtml"] = "compact"
     environment: EnvironmentConfig
     rewards: dict[str, float] = field(default_factory=dict)

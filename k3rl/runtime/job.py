@@ -26,7 +26,8 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     Raises ConfigError before anything is started or changed; after any other error the run can be resumed.
     """
     # Absolute, since the actors have working directories of their own.
-    config = dataclasses.replace(config, run_root=str(Path(config.run_root).resolve()))
+    tokenizer = config.tokenizer if config.tokenizer == "tiny" else str(Path(config.tokenizer).resolve())
+    config = dataclasses.replace(config, run_root=str(Path(config.run_root).resolve()), tokenizer=tokenizer)
     run_dir = config.run_dir
     config_path, summary_path = run_dir / "config.json", run_dir / "summary.json"
     if resume and not config_path.exists():

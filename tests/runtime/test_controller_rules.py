@@ -10,10 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 
 from k3rl.config import load_config, to_dict
 from k3rl.errors import ConfigError, EnvError
 from k3rl.observe.tracker import write_whole
+from k3rl.rollout.chat_format import vocabulary_of
+from k3rl.rollout.formats.xtml import XtmlFormat
+from k3rl.runtime.checks import check_vocabulary
 from k3rl.runtime.job import refuse_another_run
 from k3rl.runtime.rollout_metrics import check_failures, rollout_metrics
 from k3rl.testing.records import make_summary
@@ -122,3 +127,20 @@ def test_a_file_that_is_replaced_is_the_old_one_or_the_new_one(tmp_path: Path, m
     write_whole(path, "new")
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
     assert path.read_text() == "new"
+
+
+def test_a_run_may_use_the_tokenizer_of_a_checkpoint_folder(tmp_path: Path) -> None:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(["a shop"], trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet))
+    backend.add_special_tokens([AddedToken(name, special=True) for name in XtmlFormat.MARKERS])
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    config = dataclasses.replace(DEMO, chat_format="xtml", tokenizer=str(tmp_path))
+    assert vocabulary_of(config) != vocabulary_of(dataclasses.replace(config, tokenizer="tiny"))
+    with pytest.raises(ConfigError, match=r"model\.vocab_size: 256 is too small"):
+        check_vocabulary(config)
+    roomy = dataclasses.replace(config, model=dataclasses.replace(DEMO.model, vocab_size=300))
+    assert "of 300 token ids" in check_vocabulary(roomy)
+    with pytest.raises(ConfigError, match="no marker"):
+        check_vocabulary(dataclasses.replace(roomy, chat_format="compact"))
