@@ -29,7 +29,7 @@ class Actors:
     def ask_learner(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call the learner and wait for its answer."""
         ref = getattr(self._learner, method).remote(*args, **kwargs)
-        return wait_for([ref], ["learner"], self._config.learner.timeout_s, method)[0]
+        return wait_for([ref], ["learner"], self._config.learner.timeout_s, method, "learner.timeout_s")[0]
 
     def start(self, method: str, specs: Sequence[EpisodeSpec], *args: Any) -> list[Any]:
         """Spread episodes over the workers, whole groups to one worker in turn; :meth:`collect` waits for them."""
@@ -42,7 +42,7 @@ class Actors:
 
     def collect(self, refs: list[Any], what: str) -> list[Summary]:
         """Summaries of started work, in order of key."""
-        shares = wait_for(refs, self._names, self._config.rollout.timeout_s, what)
+        shares = wait_for(refs, self._names, self._config.rollout.timeout_s, what, "rollout.timeout_s")
         return sorted((s for share in shares for s in share), key=lambda s: s.key)
 
     def play(self, method: str, specs: Sequence[EpisodeSpec], what: str, *args: Any) -> list[Summary]:
@@ -53,7 +53,7 @@ class Actors:
         """Give the learner's weights to every rollout worker; each answers with the digest of what it now serves."""
         weights = self.ask_learner("publish", incarnation, step)
         refs = [worker.update_weights.remote(weights) for worker in self._workers]
-        digests = wait_for(refs, self._names, self._config.rollout.timeout_s, "weight update")
+        digests = wait_for(refs, self._names, self._config.rollout.timeout_s, "weight update", "rollout.timeout_s")
         version = weights.version
         wrong = [name for name, digest in zip(self._names, digests, strict=True) if digest != version.digest]
         if wrong:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3rl.config import to_dict
+from k3rl.config import from_dict, to_dict
 from k3rl.errors import ConfigError
 from k3rl.observe.tracker import write_whole
 from k3rl.runtime.checks import check_runnable, check_trains
@@ -60,9 +60,12 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
 
 
 def refuse_another_run(config: RunConfig, old: dict[str, Any]) -> None:
-    """A resumed run may become longer, wait longer or save more often; it may not become another run."""
+    """A resumed run may become longer, wait longer or save more often; it may not become another run.
+
+    Keys that ``old``, the plain configuration it was started with, does not have yet had their defaults.
+    """
     free = {"steps", "checkpoint_every", "checkpoints_kept", "run_root", "name"}
-    before, now = _leaves(old), _leaves(to_dict(config))
+    before, now = _leaves(to_dict(from_dict(old))), _leaves(to_dict(config))
     changed = sorted(
         key
         for key in before.keys() | now.keys()

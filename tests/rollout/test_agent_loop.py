@@ -217,7 +217,9 @@ def test_an_environment_that_breaks_fails_its_own_episode_only(fault: str) -> No
     for trajectory in trajectories[1::2]:
         assert (trajectory.outcome.status, trajectory.outcome.cause) == ("failed", "env")
         assert _outcome_rewards(trajectory) == []
-    detail = {"exit_step": "SystemExit: 3", "no_info": "KeyError: 'k3rl'"}.get(fault, f"OSError: {fault[6:]} broke")
+    detail = {"exit_step": "SystemExit: 3", "no_info": "EnvError: step() gave no StepInfo as info['k3rl']"}.get(
+        fault, f"OSError: {fault[6:]} broke"
+    )
     assert trajectories[1].outcome.detail == detail
     assert sorted(CountEnvironment.closed) == list(range(6))
 

@@ -230,7 +230,7 @@ def test_b39_an_engine_that_serves_other_weights_than_the_learner_sent_is_named(
         return SimpleNamespace(**{n: SimpleNamespace(remote=lambda *_, a=a: a) for n, a in answers.items()})
 
     monkeypatch.setattr(actors_module, "make_actor", make_actor)
-    monkeypatch.setattr(actors_module, "wait_for", lambda refs, names, timeout_s, what: refs)
+    monkeypatch.setattr(actors_module, "wait_for", lambda refs, names, *_: refs)
     actors = Actors(dataclasses.replace(DEMO, rollout=dataclasses.replace(DEMO.rollout, num_workers=3)))
     if not wrong:
         assert actors.publish(0, 3) == version

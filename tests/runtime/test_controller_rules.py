@@ -82,6 +82,8 @@ def test_a_resumed_run_may_be_longer_and_more_patient_but_not_another_one() -> N
         DEMO, steps=500, checkpoint_every=1, rollout=dataclasses.replace(DEMO.rollout, timeout_s=900.0)
     )
     refuse_another_run(longer, old)
+    del old["rollout"]["max_attempts"]  # a run of a version that did not have this key yet
+    refuse_another_run(DEMO, old)
     other = dataclasses.replace(DEMO, seed=5, rollout=dataclasses.replace(DEMO.rollout, group_size=4))
     with pytest.raises(ConfigError, match=r"another rollout\.group_size, seed; choose"):
         refuse_another_run(other, old)
