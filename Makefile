@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(BIN)/k3rl train configs/demo.yaml
+	$(BIN)/k3rl train configs/demo.yaml $(if $(wildcard runs/demo/config.json),--resume)
 
 test: $(STAMP)
 	$(BIN)/pytest -q -m 'not long' tests

@@ -6,7 +6,7 @@ from typing import Any
 
 from gymnasium.utils.env_checker import check_env
 
-from k3rl.envs.base import SPLITS
+from k3rl.envs.base import SPLITS, Message
 from k3rl.envs.play import Episode, play
 from k3rl.envs.registry import make
 from k3rl.errors import EnvError
@@ -36,16 +36,22 @@ def check_environment(id: str, num_tasks: int = 5, **options: Any) -> None:
 
 
 def _check_no_shared_state(id: str, num_tasks: int, options: dict[str, Any], alone: list[Episode]) -> None:
-    """Step several instances in turn; each must behave as it did alone."""
+    """Step several instances in turn; each must say and earn what it did alone."""
     envs = [make(id, **options) for _ in range(num_tasks)]
+    said: list[list[Message]] = []
     try:
         for i, env in enumerate(envs):
-            env.reset(options={"task": Task(environment=id, split="train", index=i)})
+            observation, _ = env.reset(options={"task": Task(environment=id, split="train", index=i)})
+            said.append(list(observation))
         for turn in range(max(len(e.actions) for e in alone[:num_tasks])):
-            for env, episode in zip(envs, alone[:num_tasks], strict=True):
+            for env, episode, messages in zip(envs, alone[:num_tasks], said, strict=True):
                 if turn < len(episode.actions):
-                    info = env.step(episode.actions[turn])[-1]["k3rl"]
-                    _require(info == episode.infos[turn], id, "instances share state")
+                    observation, _, _, _, info = env.step(episode.actions[turn])
+                    messages += observation
+                    _require(info["k3rl"] == episode.infos[turn], id, "instances share state")
+        for episode, messages in zip(alone[:num_tasks], said, strict=True):
+            heard = [m for m in episode.messages if m.role != "assistant"]
+            _require(messages == heard, id, "instances share state: one observes what another does")
     finally:
         for env in envs:
             env.close()

@@ -15,8 +15,9 @@ Nothing here imports torch or ray; arrays are NumPy.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -114,6 +115,11 @@ class Outcome:
         if (self.status == "failed") != (self.cause is not None):
             raise ValueError("an outcome has a cause exactly when it failed")
 
+    @property
+    def is_infrastructure_failure(self) -> bool:
+        """It failed, and not by the policy: nobody knows what the episode would have been worth."""
+        return self.status == "failed" and self.cause != "policy"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
@@ -207,6 +213,54 @@ class Trajectory:
             path.append(at)
             at = self.segments[at].context
         return tuple(reversed(path))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What a run needs to know of a trajectory that lies in a payload file: numbers, and no tokens."""
+
+    key: TrajectoryKey
+    task: Task
+    outcome: Outcome
+    rewards: Mapping[str, float | None]
+    """Sum of each reward component, None where it is absent or was never given."""
+    num_turns: int
+    num_tokens: int
+    num_action_tokens: int
+    oldest_step: int | None
+    stats: Mapping[str, float]
+    uri: str = ""
+    digest: str = ""
+    """Where the payload lies, and its sha256; empty when it was not kept."""
+
+    def to_json(self) -> str:
+        """Plain form; the inverse of :meth:`from_json`."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Summary:
+        """Inverse of :meth:`to_json`."""
+        values = json.loads(text)
+        for name, cls in (("key", TrajectoryKey), ("task", Task), ("outcome", Outcome)):
+            values[name] = cls(**values[name])
+        return Summary(**values)
+
+
+def summarise_trajectory(trajectory: Trajectory, components: Iterable[str], uri: str = "", digest: str = "") -> Summary:
+    """Summary of ``trajectory`` with the totals of its reward ``components``."""
+    return Summary(
+        key=trajectory.key,
+        task=trajectory.task,
+        outcome=trajectory.outcome,
+        rewards={name: trajectory.total_reward([name]) for name in components},
+        num_turns=trajectory.num_turns,
+        num_tokens=trajectory.num_tokens,
+        num_action_tokens=trajectory.num_action_tokens,
+        oldest_step=trajectory.oldest_step,
+        stats=dict(trajectory.stats),
+        uri=uri,
+        digest=digest,
+    )
 
 
 def to_table(trajectories: Sequence[Trajectory]) -> pa.Table:

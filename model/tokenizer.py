@@ -60,8 +60,8 @@ class Tokenizer(Protocol):
         """Inverse of ``encode``. Markers read as their names; ids that no text has read as U+FFFD. Never raises."""
         ...
 
-    def save(self, path: str | Path) -> None:
-        """Write the tokenizer to a file."""
+    def save(self, path: str | Path, /) -> None:
+        """Write the tokenizer to a file, or the files of a published one into a folder."""
         ...
 
 

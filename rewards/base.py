@@ -1,8 +1,13 @@
-"""A reward function maps a task and its trajectory to per-segment rewards; what is missing is absent, never zero."""
+"""A reward function maps a task and its trajectory to per-segment rewards; what is missing is absent, never zero.
+
+Example:
+    >>> def brevity(task, trajectory):  # reward_functions: {brevity: "my_package.rewards:brevity"}
+    ...     return [-0.01 * len(s) if s.kind == "action" else None for s in trajectory.segments]
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from k3rl.errors import RewardError
 from k3rl.trajectory import Reward
@@ -13,37 +18,47 @@ if TYPE_CHECKING:
     from k3rl.trajectory import AbsentCause, Task, Trajectory
 
 
-@runtime_checkable
 class RewardFunction(Protocol):
-    """A named reward. The result has an entry per segment: a Reward, or None where nothing was earned."""
+    """Gives an entry per segment: a number, a Reward (which may be absent), or None where nothing was earned."""
 
-    name: str
-
-    def __call__(self, task: Task, trajectory: Trajectory) -> Sequence[Reward | None]: ...
+    def __call__(self, task: Task, trajectory: Trajectory, /) -> Sequence[Reward | float | None]: ...
 
 
-def validate(function: RewardFunction, task: Task, trajectory: Trajectory) -> list[Reward | None]:
-    """Call ``function`` and check what it returns.
+def evaluate(name: str, function: RewardFunction, trajectory: Trajectory) -> list[Reward | None]:
+    """What ``function`` says, as rewards called ``name``.
 
     Raises:
-        RewardError: it raised, or the result is not an entry per segment, each None or a Reward of its name.
+        RewardError: it raised, or the result is not an entry per segment, each None, a finite number or a Reward.
     """
     try:
-        rewards = list(function(task, trajectory))
+        entries = list(function(trajectory.task, trajectory))
+        rewards = [_named(name, entry) for entry in entries]
     except Exception as error:
-        raise RewardError(f"reward {function.name!r}: {type(error).__name__}: {error}") from error
+        raise RewardError(f"reward {name!r}: {type(error).__name__}: {error}") from error
     if len(rewards) != len(trajectory.segments):
-        raise RewardError(f"reward {function.name!r}: {len(rewards)} entries, {len(trajectory.segments)} segments")
-    for reward in rewards:
-        if reward is not None and (not isinstance(reward, Reward) or reward.name != function.name):
-            raise RewardError(f"reward {function.name!r}: {reward!r} is no reward of that name")
+        raise RewardError(f"reward {name!r}: {len(rewards)} entries, {len(trajectory.segments)} segments")
     return rewards
+
+
+def _named(name: str, entry: Reward | float | None) -> Reward | None:
+    if entry is None:
+        return None
+    return Reward(name, entry.value, entry.cause) if isinstance(entry, Reward) else Reward(name, float(entry))
 
 
 def absence_cause(trajectory: Trajectory) -> AbsentCause:
     """Why a reward that nobody recorded is absent: who failed, or ``not_scored``."""
     cause = trajectory.outcome.cause
     return "not_scored" if cause is None or cause == "policy" else cause
+
+
+def absent_on_last_action(name: str, trajectory: Trajectory, cause: AbsentCause) -> list[Reward | None]:
+    """Entries of a reward that nobody could give."""
+    rewards: list[Reward | None] = [None] * len(trajectory.segments)
+    last = last_action(trajectory)
+    if last is not None:
+        rewards[last] = Reward.absent(name, cause)
+    return rewards
 
 
 def recorded(name: str, trajectory: Trajectory) -> list[Reward | None]:

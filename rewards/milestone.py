@@ -12,14 +12,13 @@ if TYPE_CHECKING:
 
 
 class MilestoneReward:
-    """Reads ``name`` from the segments.
+    """Reads ``milestone`` from the segments.
 
     A truncated trajectory may have been cut before its first step, so none recorded is 0 there: nothing was reached.
     Otherwise none recorded means that nobody looked: absent.
     """
 
-    def __init__(self, name: str = "milestone") -> None:
-        self.name = name
+    name = "milestone"
 
     def __call__(self, task: Task, trajectory: Trajectory) -> list[Reward | None]:
         """One entry per segment."""

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from k3rl.envs.base import StepInfo
 from k3rl.envs.registry import make
-from k3rl.errors import EngineError, RewardError, SandboxError
+from k3rl.errors import EngineError, EnvError, RewardError, SandboxError
 from k3rl.rollout.deadline import call_all
 from k3rl.rollout.engine import Completion, Request
 from k3rl.trajectory import (
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from k3rl.config import EnvironmentConfig
-    from k3rl.envs.base import AssistantAction, Message, StepInfo
+    from k3rl.envs.base import AssistantAction, Message
     from k3rl.rollout.chat_format import ChatFormat
     from k3rl.rollout.engine import Engine
 
@@ -169,6 +170,8 @@ class EpisodeLoop:
         """Step the environment and read all of its answer here, where a malformed one fails its own episode only."""
         observation, _, terminated, truncated, info = env.step(action)
         ids = [] if terminated else self._format.render_observation(observation)
+        if not isinstance(info.get("k3rl"), StepInfo):
+            raise EnvError("step() gave no StepInfo as info['k3rl']")
         return _Answer(tuple(observation), ids, bool(terminated), bool(truncated), info["k3rl"])
 
     def _observe(self, episode: Episode, answer: _Answer) -> None:

@@ -16,6 +16,7 @@ import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from k3rl.errors import ConfigError, suggest
+from k3rl.model.bpe_tokenizer import load_tokenizer
 from k3rl.model.tokenizer import TinyTokenizer, Tokenizer
 from k3rl.rollout.formats.compact import CompactFormat
 from k3rl.rollout.formats.xtml import XtmlFormat
@@ -46,8 +47,8 @@ class ChatFormat(Protocol):
         """Ids of the start of a conversation, up to and including the generation prefix of the assistant's turn."""
         ...
 
-    def render_observation(self, messages: Sequence[Message], first_index: int = 1) -> list[int]:
-        """Ids of *new* messages and the next generation prefix. ``first_index`` numbers the first tool result."""
+    def render_observation(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of *new* messages and the next generation prefix."""
         ...
 
     def render_action(self, action: AssistantAction) -> list[int]:
@@ -82,13 +83,21 @@ def make_tokenizer(name: str, words: Iterable[str], tool_names: Iterable[str]) -
     return TinyTokenizer(words=tuple(found), markers=kind.MARKERS)
 
 
+def vocabulary_of(config: RunConfig) -> str:
+    """What the token ids of a run mean: equal texts mean equal ids for everything that is ever rendered."""
+    return f"{config.chat_format} {build_chat_format(config).tokenizer.digest[:16]}"
+
+
 def build_chat_format(config: RunConfig) -> ChatFormat:
     """The format of a run. The environment gives the tools and, as ``template_words``, the words worth a token."""
     from k3rl.envs.registry import make
 
     env: Any = make(config.environment.id, **config.environment.options).unwrapped
-    names = [tool["name"] for tool in env.tool_schemas]
-    tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
+    if config.tokenizer == "tiny":
+        names = [tool["name"] for tool in env.tool_schemas]
+        tokenizer: Tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer)
     return make_chat_format(config.chat_format, tokenizer, env.tool_schemas)
 
 

@@ -147,6 +147,22 @@ def test_an_action_needs_a_logprob_and_a_version_for_every_token() -> None:
         )
 
 
+@given(st.integers(0, 9), st.integers(0, 9), st.sampled_from(["rollout_logprobs", "version_index", "routes"]))
+def test_b21_an_append_whose_parts_are_of_unequal_length_is_refused(n: int, other: int, name: str) -> None:
+    arrays: dict[str, np.ndarray] = {
+        "rollout_logprobs": np.zeros(n, dtype=np.float32),
+        "version_index": np.zeros(n, dtype=np.int32),
+        "routes": np.zeros((n, 1, 1), dtype=np.uint16),
+    }
+    arrays[name] = np.resize(arrays[name], (other, *arrays[name].shape[1:]))
+    ids = np.zeros(n, dtype=np.int32)
+    if n == other:
+        assert len(Segment(kind="action", token_ids=ids, **arrays)) == n  # type: ignore[arg-type]
+    else:
+        with pytest.raises(ValueError, match=f"{n} tokens but {other} {name}"):
+            Segment(kind="action", token_ids=ids, **arrays)  # type: ignore[arg-type]
+
+
 def test_b23_generated_tokens_are_counted_by_kind_and_not_by_span() -> None:
     t = trajectory(plain("prompt", 3), action(4, 0), plain("observation", 3, 1), action(5, 2))
     assert t.num_action_tokens == 9

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from k3rl.errors import LedgerError
-from k3rl.trajectory import Task, TrajectoryKey
+from k3rl.trajectory import Summary, Task, TrajectoryKey
 
 State = Literal["issued", "sealed", "leased", "committed", "dropped"]
 SealResult = Literal["sealed", "duplicate"]
@@ -41,12 +41,14 @@ ALLOWED: dict[str, frozenset[str]] = {
 LIVE = ("sealed", "leased", "committed")
 FINAL_REASONS = ("duplicate", "lost")
 """Drops that a rollback never undoes: another attempt won, or there is no payload."""
+REPEATABLE = ("lost", "future")
+"""Drops that have nothing to do with what was sampled: the next attempt repeats the random stream."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS attempts (
     ordinal INTEGER NOT NULL, sample INTEGER NOT NULL, attempt INTEGER NOT NULL,
     state TEXT NOT NULL CHECK (state IN ('issued', 'sealed', 'leased', 'committed', 'dropped')),
-    step INTEGER, reason TEXT, uri TEXT, digest TEXT, policy_step INTEGER,
+    step INTEGER, reason TEXT, uri TEXT, digest TEXT, policy_step INTEGER, summary TEXT,
     environment TEXT NOT NULL, split TEXT NOT NULL, task_index INTEGER NOT NULL,
     PRIMARY KEY (ordinal, sample, attempt)
 ) WITHOUT ROWID;
@@ -56,17 +58,6 @@ CREATE INDEX IF NOT EXISTS by_state ON attempts (state, ordinal);
 CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 INSERT OR IGNORE INTO counters VALUES ('issued', 0);
 """
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seal:
-    """What makes an attempt durable: where its payload lies, the payload's sha256 and the oldest weights trained on."""
-
-    key: TrajectoryKey
-    uri: str
-    digest: str
-    policy_step: int | None
-    """Step of the oldest weights among the sampled tokens; None when nothing was sampled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +73,9 @@ class Attempt:
     uri: str | None
     digest: str | None
     policy_step: int | None
+    """Step of the oldest weights among the sampled tokens; None when nothing was sampled."""
+    summary: Summary | None
+    """What it was; None before it is sealed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +96,7 @@ class RestoreReport:
     returned: int
     """Attempts that went back to sealed: leases, commits and drops of a future that is gone."""
     lost: tuple[TrajectoryKey, ...]
-    """Attempts that never finished; :meth:`Ledger.reissuable` names their successors."""
+    """Attempts that never finished; :meth:`Ledger.next_attempts` names their successors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,14 +190,15 @@ class Ledger:
                 )
             self._db.execute("UPDATE counters SET value = value + ? WHERE name = 'issued'", (len(keys),))
 
-    def seal(self, seals: Sequence[Seal]) -> list[SealResult]:
-        """Seal attempts. The first seal of a sample key wins; a later attempt is dropped("duplicate").
+    def seal(self, summaries: Sequence[Summary]) -> list[SealResult]:
+        """Seal attempts whose payloads are durable. The first seal of a sample key wins, a later attempt is
+        dropped("duplicate").
 
         Sealing the same attempt again changes nothing: "sealed" when the digest is the same, "duplicate" when the work
         was done twice with another result.
         """
         with self.transaction():
-            return [self._seal(seal) for seal in seals]
+            return [self._seal(summary) for summary in summaries]
 
     def lease(self, keys: Sequence[TrajectoryKey], step: int) -> None:
         """Give ``keys`` to the update ``step``."""
@@ -291,19 +286,21 @@ class Ledger:
         rows = self._db.execute(f"{_SELECT} WHERE {where} ORDER BY ordinal, sample, attempt", values)
         return [_attempt(row) for row in rows]
 
-    def reissuable(self, reasons: Collection[str] = ("lost", "stale", "future", "damaged")) -> list[Attempt]:
-        """The latest attempt of each sample key that has nothing running or alive and was dropped for ``reasons``.
+    def next_attempts(self, ordinal: int, group_size: int) -> list[tuple[TrajectoryKey, int]]:
+        """What a group still has to issue: for each sample that has nothing running or alive, the next key to try.
 
-        Issue ``dataclasses.replace(attempt.key, attempt=attempt.key.attempt + 1)`` on ``attempt.task`` to try again.
+        With it comes how often the sample was retried, work that a crash lost or discarded not counted: whoever repeats
+        that repeats its random stream.
         """
-        marks = ",".join("?" * len(reasons))
-        rows = self._db.execute(
-            f"{_SELECT} AS a WHERE state = 'dropped' AND reason IN ({marks}) AND NOT EXISTS (SELECT * FROM attempts b "
-            "WHERE b.ordinal = a.ordinal AND b.sample = a.sample AND (b.attempt > a.attempt OR b.state != 'dropped')) "
-            "ORDER BY ordinal, sample",
-            [*reasons],
-        )
-        return [_attempt(row) for row in rows]
+        attempts = self.attempts(ordinal=ordinal)
+        found = []
+        for sample in range(group_size):
+            earlier = [a for a in attempts if a.key.sample == sample]
+            if all(a.state == "dropped" for a in earlier):
+                attempt = max((a.key.attempt for a in earlier), default=-1) + 1
+                retries = sum(a.reason not in REPEATABLE for a in earlier)
+                found.append((TrajectoryKey(ordinal=ordinal, sample=sample, attempt=attempt), retries))
+        return found
 
     def counts(self) -> LedgerCounts:
         """Count the attempts."""
@@ -344,13 +341,13 @@ class Ledger:
         if broken:
             raise LedgerError(f"{self.path}: " + "; ".join(broken))
 
-    def _seal(self, seal: Seal) -> SealResult:
+    def _seal(self, seal: Summary) -> SealResult:
         old = self._require(seal.key, "sealed")
         if old.state != "issued":
             if old.state == "dropped" and old.reason != "duplicate":
                 raise _illegal(seal.key, f"dropped({old.reason})", "sealed")
             return "sealed" if old.state != "dropped" and old.digest == seal.digest else "duplicate"
-        payload = {"uri": seal.uri, "digest": seal.digest, "policy_step": seal.policy_step}
+        payload = {"uri": seal.uri, "digest": seal.digest, "policy_step": seal.oldest_step, "summary": seal.to_json()}
         if self._is_live(seal.key):
             self._write(seal.key, state="dropped", reason="duplicate", **payload)
             return "duplicate"
@@ -394,8 +391,8 @@ class Ledger:
 
 _COMMIT = "UPDATE attempts SET state = 'committed' WHERE state = 'leased' AND step <= ?"
 _SELECT = (
-    "SELECT ordinal, sample, attempt, environment, split, task_index, state, step, reason, uri, digest, policy_step "
-    "FROM attempts"
+    "SELECT ordinal, sample, attempt, environment, split, task_index, state, step, reason, uri, digest, policy_step, "
+    "summary FROM attempts"
 )
 
 
@@ -403,7 +400,8 @@ def _attempt(row: tuple[Any, ...]) -> Attempt:
     key = TrajectoryKey(ordinal=row[0], sample=row[1], attempt=row[2])
     task = Task(environment=row[3], split=row[4], index=row[5])
     names = ("state", "step", "reason", "uri", "digest", "policy_step")
-    return Attempt(key=key, task=task, **dict(zip(names, row[6:], strict=True)))
+    summary = None if row[12] is None else Summary.from_json(row[12])
+    return Attempt(key=key, task=task, summary=summary, **dict(zip(names, row[6:12], strict=True)))
 
 
 def _illegal(key: TrajectoryKey, source: str, target: str) -> LedgerError:

@@ -1,27 +1,28 @@
-"""The buffer that the controller sees: groups go in, batches of groups come out, and nothing is lost in between."""
+"""The buffer that the controller sees: summaries go in, batches come out, and nothing is lost in between."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from k3rl.buffer.ledger import Attempt, Ledger, Seal, SealResult
+from k3rl.buffer.ledger import Attempt, Ledger, SealResult
 from k3rl.buffer.store import PayloadError, Store
-from k3rl.trajectory import Trajectory, TrajectoryKey
+from k3rl.errors import LedgerError
+from k3rl.trajectory import Summary
 
 logger = logging.getLogger(__name__)
 
-SignalTest = Callable[[Sequence[Trajectory]], str | None]
-"""Reason why a group teaches nothing (``all_same``, ``all_fail``), or None when it does."""
+SignalTest = Callable[[Sequence[Summary]], str | None]
+"""Reason why a group teaches nothing (``all_same``, ``all_absent``, ``too_small``), or None when it does."""
 
 
 class Buffer:
-    """Ledger and payloads of one run, below ``folder`` (``ledger.sqlite`` and ``trajectories/``). It has one writer.
+    """Ledger and payloads of one run, below ``folder`` (``ledger.sqlite`` and ``trajectories/``). It has one driver.
 
     A group that is older than ``max_staleness``, teaches nothing or is damaged is dropped whole, with its reason, in
-    the same transaction that leases the batch. Batches are in order of ordinal: the oldest first.
+    the same transaction that leases the batch.
     """
 
     def __init__(self, folder: str | Path, *, max_staleness: int, no_signal: SignalTest | None = None) -> None:
@@ -29,70 +30,46 @@ class Buffer:
         folder.mkdir(parents=True, exist_ok=True)
         self.ledger = Ledger(folder / "ledger.sqlite")
         self.store = Store(folder / "trajectories")
-        self.store.remove_leftovers()
         self.max_staleness = max_staleness
         self.no_signal = no_signal
 
-    def add_group(self, trajectories: Sequence[Trajectory]) -> list[SealResult]:
-        """Make issued trajectories (of any groups) durable: one payload file, then the seals, in one transaction.
+    def seal(self, summaries: Sequence[Summary]) -> list[SealResult]:
+        """Record attempts whose payloads are durable, in one transaction."""
+        return self.ledger.seal(summaries)
 
-        Samples of a group may come in several calls; the group is ready when none of its samples is still out.
-        """
-        places = self.store.write(trajectories)
-        return self.ledger.seal(
-            [
-                Seal(key=key, uri=uri, digest=digest, policy_step=trajectory.oldest_step)
-                for (key, uri, digest), trajectory in zip(places, trajectories, strict=True)
-            ]
-        )
-
-    def take(self, num_groups: int, learner_step: int) -> list[list[Trajectory]]:
-        """Lease up to ``num_groups`` of the oldest ready groups for the update after ``learner_step``.
+    def take(self, ordinals: Sequence[int], learner_step: int) -> list[list[Summary]]:
+        """Lease the sealed groups among ``ordinals`` for the update after ``learner_step``, in order of ordinal.
 
         ``learner_step`` is the step of the weights that the learner holds, so the lease is for ``learner_step + 1``.
         Staleness is ``learner_step`` minus the oldest sampled token's step: up to ``max_staleness`` is allowed, more is
         dropped("stale"). A group sampled by weights newer than the learner's (a future that a rollback discarded) is
-        dropped("future"). Fewer groups come back when fewer are ready.
+        dropped("future"). LedgerError when a sample of theirs is still out: seal it or give it up first.
         """
         step = learner_step + 1
-        batch: list[list[Trajectory]] = []
+        batch: list[list[Summary]] = []
         with self.ledger.transaction():
-            for group in self.ready_groups():
-                if len(batch) == num_groups:
-                    break
-                keys = [attempt.key for attempt in group]
-                reason, trajectories = self._age_reason(group, learner_step), []
-                if reason is None:
-                    reason, trajectories = self._read(group)
+            running = [str(a.key) for o in ordinals for a in self.ledger.attempts(states=("issued",), ordinal=o)]
+            if running:
+                # Without its stragglers a group would have another baseline than the one it was issued for.
+                raise LedgerError(f"{len(running)} attempts of this batch are still out: {', '.join(running[:5])}")
+            sealed = [a for ordinal in ordinals for a in self.ledger.attempts(states=("sealed",), ordinal=ordinal)]
+            for _, attempts in itertools.groupby(sealed, key=lambda a: a.key.ordinal):
+                group = list(attempts)
+                keys, summaries = [a.key for a in group], [a.summary for a in group if a.summary is not None]
+                reason = self._age_reason(group, learner_step) or self._damage_reason(summaries)
+                if reason is None and self.no_signal is not None:
+                    reason = self.no_signal(summaries)
                 if reason is None:
                     self.ledger.lease(keys, step)
-                    batch.append(trajectories)
+                    batch.append(summaries)
                 else:
                     self.ledger.drop(keys, reason, step)
         return batch
 
-    def ready_groups(self) -> list[list[Attempt]]:
-        """Sealed attempts by group, in order of ordinal, of the groups that wait for no other sample.
-
-        A sample is waited for while its only attempts are issued, or lost and not issued again. To go on without
-        a straggler, drop it with another reason.
-        """
-        sealed = self.ledger.attempts(states=("sealed",))
-        alive = {(a.key.ordinal, a.key.sample) for a in sealed}
-        out = [*self.ledger.attempts(states=("issued",)), *self.ledger.reissuable(("lost",))]
-        waiting = {a.key.ordinal for a in out if (a.key.ordinal, a.key.sample) not in alive}
-        groups = itertools.groupby(sealed, key=lambda attempt: attempt.key.ordinal)
-        return [list(attempts) for ordinal, attempts in groups if ordinal not in waiting]
-
-    def sealed(self, ordinals: Collection[int]) -> list[Trajectory]:
-        """Trajectories of the ready groups among ``ordinals``, in order of key, damaged ones left out; for metrics."""
-        groups = [group for group in self.ready_groups() if group[0].key.ordinal in ordinals]
-        return [trajectory for group in groups for trajectory in self._read(group)[1]]
-
-    def digests(self, keys: Sequence[TrajectoryKey]) -> list[str]:
-        """Payload digest of each key, empty for one that has no payload."""
-        attempts = (self.ledger.get(key) for key in keys)
-        return ["" if attempt is None else attempt.digest or "" for attempt in attempts]
+    def summaries(self, ordinals: Sequence[int]) -> list[Summary]:
+        """What is sealed of the groups ``ordinals``, in order of key."""
+        attempts = (a for ordinal in ordinals for a in self.ledger.attempts(states=("sealed",), ordinal=ordinal))
+        return [a.summary for a in attempts if a.summary is not None]
 
     def close(self) -> None:
         """Close the ledger."""
@@ -106,15 +83,11 @@ class Buffer:
             return "future"
         return "stale" if learner_step - min(steps) > self.max_staleness else None
 
-    def _read(self, group: Sequence[Attempt]) -> tuple[str | None, list[Trajectory]]:
-        """Trajectories of a group in order of sample, or the reason why it cannot be trained on."""
-        wanted = [attempt.key for attempt in group]
-        found: dict[object, Trajectory] = {}
+    def _damage_reason(self, summaries: Sequence[Summary]) -> str | None:
         try:
-            for uri, digest in sorted({(attempt.uri or "", attempt.digest or "") for attempt in group}):
-                found |= {trajectory.key: trajectory for trajectory in self.store.read(uri, digest)}
+            for place in sorted({(s.uri, s.digest) for s in summaries}):
+                self.store.verify(*place)
         except PayloadError as error:
-            logger.warning("group %d is dropped: %s", wanted[0].ordinal, error)
-            return "damaged", []
-        trajectories = [found[key] for key in wanted]
-        return (self.no_signal(trajectories) if self.no_signal else None), trajectories
+            logger.warning("group %d is dropped: %s", summaries[0].key.ordinal, error)
+            return "damaged"
+        return None

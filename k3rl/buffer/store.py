@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from k3rl.errors import K3rlError
-from k3rl.trajectory import Trajectory, TrajectoryKey, from_table, to_table
+from k3rl.trajectory import Summary, Trajectory, from_table, to_table
 
 
 class PayloadError(K3rlError):
@@ -22,22 +22,20 @@ class Store:
     def __init__(self, root: str | Path) -> None:
         self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
-        self._parsed: tuple[str, list[Trajectory]] | None = None  # the last file: its groups are asked for one by one
 
-    def write(self, trajectories: Sequence[Trajectory]) -> list[tuple[TrajectoryKey, str, str]]:
-        """Write ``trajectories`` to one new file; returns (key, uri, sha256 of the file) of each.
+    def write(self, trajectories: Sequence[Trajectory]) -> tuple[str, str]:
+        """Write ``trajectories`` to one new file; returns its URI and sha256.
 
         The file has its final name only once its bytes are on the disk. Two writers never share a name.
         """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if not trajectories:
-            return []
         sink = pa.BufferOutputStream()
         pq.write_table(to_table(trajectories), sink, compression="zstd")
         data = sink.getvalue().to_pybytes()
-        uri = f"{trajectories[0].key.ordinal:08d}-{uuid.uuid4().hex[:12]}.parquet"
+        first = trajectories[0].key.ordinal if trajectories else 0
+        uri = f"{first:08d}-{uuid.uuid4().hex[:12]}.parquet"
         temporary = self.root / f".{uri}.tmp"
         with open(temporary, "xb") as file:
             file.write(data)
@@ -45,14 +43,26 @@ class Store:
             os.fsync(file.fileno())
         os.rename(temporary, self.root / uri)
         _sync_folder(self.root)
-        digest = hashlib.sha256(data).hexdigest()
-        return [(trajectory.key, uri, digest) for trajectory in trajectories]
+        return uri, hashlib.sha256(data).hexdigest()
+
+    def verify(self, uri: str, digest: str) -> None:
+        """Raise PayloadError when the file is missing or not the file that was sealed."""
+        self._bytes(uri, digest)
 
     def read(self, uri: str, digest: str) -> list[Trajectory]:
         """Read every trajectory of a file; PayloadError when it is missing or not the file that was sealed."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
+        return from_table(pq.read_table(pa.BufferReader(self._bytes(uri, digest))))
+
+    def read_all(self, summaries: Sequence[Summary]) -> list[Trajectory]:
+        """The trajectories of ``summaries``, in their order, each file read once."""
+        places = sorted({(s.uri, s.digest) for s in summaries})
+        found = {trajectory.key: trajectory for place in places for trajectory in self.read(*place)}
+        return [found[s.key] for s in summaries]
+
+    def _bytes(self, uri: str, digest: str) -> bytes:
         path = self.root / uri
         try:
             data = path.read_bytes()
@@ -63,9 +73,7 @@ class Store:
             raise PayloadError(
                 f"payload {path} is damaged: {len(data)} bytes with sha256 {found[:16]}, sealed as {digest[:16]}"
             )
-        if self._parsed is None or self._parsed[0] != digest:
-            self._parsed = (digest, from_table(pq.read_table(pa.BufferReader(data))))
-        return self._parsed[1]
+        return data
 
     def remove_leftovers(self) -> int:
         """Delete half-written files of processes that are gone (call it when no other process writes)."""

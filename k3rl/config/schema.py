@@ -12,8 +12,8 @@ from k3rl.errors import ConfigError, suggest
 
 TILE_ROWS = 16
 """Rows of the sub-tile in which KDA forms exp(-cumulative decay) directly; see ``ModelConfig.kda_gate_bound``."""
-REWARD_COMPONENTS = ("outcome", "milestone")
-"""What environments record; see ``k3rl.rewards``."""
+RECORDED_REWARDS = ("outcome", "milestone")
+"""Components that environments record; every other one needs an entry in ``reward_functions``."""
 
 
 _MANY = 1e9
@@ -26,6 +26,7 @@ _RANGES = {
     "rollout.max_failed_frac": (0, 1),
     "environment.step_timeout_s": (1e-3, _MANY),
     "rollout.timeout_s": (1e-3, _MANY),
+    "rollout.reward_timeout_s": (1e-3, _MANY),
     "learner.timeout_s": (1e-3, _MANY),
     **{
         f"{phase}.optimizer.{key}": limits
@@ -185,6 +186,8 @@ class RolloutConfig:
     temperature: float = 1.0
     max_attempts: int = 3
     """How often an episode is played that infrastructure fails (the environment, say); then it has no reward."""
+    reward_timeout_s: float = 60.0
+    """Deadline of one reward function on one trajectory; past it that reward is absent."""
     max_failed_frac: float = 0.5
     """Stop when more than this share of a step's episodes was failed by the environment or other infrastructure."""
     timeout_s: float = 300.0
@@ -267,10 +270,14 @@ class RunConfig:
     seed: int = 0
     run_root: str = "runs"
     model: ModelConfig
+    tokenizer: str = "tiny"
+    """``tiny``, made from the words of the environment and the format, or the folder of a published tokenizer."""
     chat_format: Literal["compact", "xtml"] = "compact"
     environment: EnvironmentConfig
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of each reward component; none given means ``{outcome: 1.0}``."""
+    reward_functions: dict[str, str] = field(default_factory=dict)
+    """Import path ``package.module:name`` of what gives a component, a function or class; see ``k3rl.rewards.base``."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -284,23 +291,28 @@ class RunConfig:
     checkpoints_kept: int = 3
 
     def __post_init__(self) -> None:
+        if not self.rewards:
+            object.__setattr__(self, "rewards", {"outcome": 1.0})
         _require(
             self.schedule == "synchronous" or self.buffer.max_staleness >= 1,
             "buffer.max_staleness",
             "the one_step_async schedule trains on rollouts one step old, so it must be at least 1",
         )
-        unknown = set(self.rewards) - set(REWARD_COMPONENTS)
+        components = (*RECORDED_REWARDS, *self.reward_functions)
+        unknown = set(self.rewards) - set(components)
         _require(
             not unknown,
             "rewards",
-            f"no component {sorted(unknown)}; there are {', '.join(REWARD_COMPONENTS)}."
-            + "".join(suggest(name, REWARD_COMPONENTS) for name in sorted(unknown)),
+            f"no component {sorted(unknown)}; there are {', '.join(components)}, and what reward_functions names."
+            + "".join(suggest(name, components) for name in sorted(unknown)),
         )
-        signals = (*REWARD_COMPONENTS, "total")
+        unused = set(self.reward_functions) - set(self.rewards)
+        _require(not unused, "reward_functions", f"{', '.join(sorted(unused))} has no weight in rewards (0 logs it)")
+        signals = (*self.rewards, "total")
         _require(
             self.buffer.signal in signals,
             "buffer.signal",
-            f"no component {self.buffer.signal!r}; there are {', '.join(signals)}",
+            f"no component {self.buffer.signal!r} in rewards; there are {', '.join(signals)}",
         )
         _require(
             self.name not in ("", "..") and Path(self.name).name == self.name,
@@ -312,8 +324,6 @@ class RunConfig:
         for key, (low, high) in _RANGES.items():
             value = attrgetter(key)(self)
             _require(low <= value <= high, key, f"must be from {low:g} to {high:g}, got {value}")
-        if not self.rewards:
-            object.__setattr__(self, "rewards", {"outcome": 1.0})
 
     def _counts(self) -> dict[str, int]:
         """Everything that must be at least 1 for a run to make sense."""

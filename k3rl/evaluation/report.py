@@ -11,7 +11,7 @@ from k3rl.errors import EnvError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from k3rl.trajectory import Trajectory
+    from k3rl.trajectory import Summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,26 +59,26 @@ def wilson_interval(successes: int, total: int, z: float = 1.959964) -> tuple[fl
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def summarise(trajectories: Sequence[Trajectory]) -> EvaluationReport:
+def report(episodes: Sequence[Summary]) -> EvaluationReport:
     """Pool episodes into one report. Raises EnvError when not one of them was scored: that is no success rate of 0."""
-    scored = [t for t in trajectories if t.total_reward(["outcome"]) is not None]
+    scored = [e for e in episodes if e.rewards["outcome"] is not None]
     if not scored:
-        details = sorted({t.outcome.detail for t in trajectories if t.outcome.detail})
-        raise EnvError(f"not one of {len(trajectories)} episodes was scored; {'; '.join(details[:3]) or 'no detail'}")
-    successes = sum((t.total_reward(["outcome"]) or 0.0) >= 1.0 for t in scored)
+        details = sorted({e.outcome.detail for e in episodes if e.outcome.detail})
+        raise EnvError(f"not one of {len(episodes)} episodes was scored; {'; '.join(details[:3]) or 'no detail'}")
+    successes = sum((e.rewards["outcome"] or 0.0) >= 1.0 for e in scored)
     low, high = wilson_interval(successes, len(scored))
-    n = max(1, len(scored))
-    calls = sum(t.stats.get("tool_calls", 0.0) for t in scored)
-    invalid = sum(t.stats.get("invalid_calls", 0.0) for t in scored)
+    n = len(scored)
+    calls = sum(e.stats.get("tool_calls", 0.0) for e in scored)
+    invalid = sum(e.stats.get("invalid_calls", 0.0) for e in scored)
     return EvaluationReport(
-        num_tasks=len(trajectories),
-        num_failed=len(trajectories) - len(scored),
+        num_tasks=len(episodes),
+        num_failed=len(episodes) - len(scored),
         success=successes / n,
         success_low=low,
         success_high=high,
-        turns=sum(t.num_turns for t in scored) / n,
+        turns=sum(e.num_turns for e in scored) / n,
         tool_calls=calls / n,
         valid_call_frac=(calls - invalid) / calls if calls else 1.0,
-        sampled_tokens=sum(t.num_action_tokens for t in scored) / n,
-        truncated_frac=sum(t.outcome.status == "truncated" for t in scored) / n,
+        sampled_tokens=sum(e.num_action_tokens for e in scored) / n,
+        truncated_frac=sum(e.outcome.status == "truncated" for e in scored) / n,
     )

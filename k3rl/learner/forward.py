@@ -3,11 +3,15 @@
 Pass 1 runs without gradients and gives vectors over the T targets of the global batch. The objective's gradient with
 respect to these small vectors is exact for the whole batch. Pass 2 recomputes one micro-batch at a time and sends that
 gradient back through it. So the total does not depend on how the samples were cut into micro-batches.
+
+Where the gradient is known beforehand (a linear objective), pass 2 alone is enough; and the first micro-batch of pass 1
+keeps its graph, so that a batch which fits into one is computed once. Each saves a quarter of the time (``k3_tiny``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,10 +26,13 @@ Plan = list[list[int]]
 """Micro-batches, each the indices of its samples."""
 
 
-def plan_micro_batches(batch: ObjectiveBatch, micro_batch_tokens: int) -> Plan:
-    """Pack samples that have trained tokens, longest first; none is ever split, and one that is too long is alone."""
-    trained = set(batch.sample[batch.action_mask].tolist())
-    order = sorted(trained, key=lambda n: (-batch.samples[n].num_targets, n))
+def plan_micro_batches(batch: ObjectiveBatch, micro_batch_tokens: int, *, with_value: bool = False) -> Plan:
+    """Pack what must be computed, longest first; no sample is ever split, and one that is too long is alone.
+
+    Those are the samples that have trained tokens and, with values, those where a credit chain reads one.
+    """
+    needed = batch.samples_to_compute(with_value=with_value)
+    order = sorted(needed, key=lambda n: (-batch.samples[n].num_targets, n))
     plan: Plan = []
     room = 0
     for n in order:
@@ -51,8 +58,8 @@ class _Piece:
     tail_at: torch.Tensor  # [n] sample index
     tail_value: torch.Tensor | None  # [n]
 
-    def backward(self, gradient: TokenVectors) -> None:
-        """Send the objective's gradient, flat over T, back through this micro-batch."""
+    def backward(self, gradient: TokenVectors) -> _Piece:
+        """Send the objective's gradient, flat over T, back through this micro-batch; return it without its graph."""
         pairs = [(self.logprob, gradient.logprob[self.at]), (self.entropy, gradient.entropy[self.at])]
         pairs.append((self.lse, gradient.lse[self.at]))
         if self.value is not None and gradient.value is not None:
@@ -61,6 +68,9 @@ class _Piece:
         pairs = [(vector, g) for vector, g in pairs if vector.requires_grad and bool((g != 0).any())]
         if pairs:
             torch.autograd.backward([v for v, _ in pairs], [g.to(v) for v, g in pairs])
+        names = ("logprob", "entropy", "lse", "value")
+        detached = {name: None if (v := getattr(self, name)) is None else v.detach() for name in names}
+        return dataclasses.replace(self, **detached)
 
 
 def pack_samples(policy: Policy, samples: Sequence[Sample], *, keep_last: bool) -> TokenBatch:
@@ -107,25 +117,25 @@ def _forward(policy: Policy, batch: ObjectiveBatch, indices: Sequence[int], *, w
 
 
 def _collect(batch: ObjectiveBatch, pieces: Sequence[_Piece]) -> TokenVectors:
-    """Lay the micro-batches' detached vectors out flat, on the CPU; targets that are not trained hold 0."""
+    """Lay the micro-batches' detached vectors out flat, on the CPU.
 
-    def scatter(size: int, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-        out = torch.zeros(size, dtype=parts[0][1].dtype if parts else torch.float32)
+    Targets that are not trained hold 0, but a value that was not computed is NaN.
+    """
+
+    def scatter(size: int, parts: list[tuple[torch.Tensor, torch.Tensor]], fill: float = 0.0) -> torch.Tensor:
+        out = torch.full((size,), fill, dtype=parts[0][1].dtype if parts else torch.float32)
         for at, vector in parts:
             out[at] = vector.detach().to("cpu")
         return out
 
-    has_value = bool(pieces) and pieces[0].value is not None
+    values = [(p.value_at, p.value) for p in pieces if p.value is not None]
+    tails = [(p.tail_at, p.tail_value) for p in pieces if p.tail_value is not None]
     return TokenVectors(
         logprob=scatter(batch.num_tokens, [(p.at, p.logprob) for p in pieces]),
         entropy=scatter(batch.num_tokens, [(p.at, p.entropy) for p in pieces]),
         lse=scatter(batch.num_tokens, [(p.at, p.lse) for p in pieces]),
-        value=scatter(batch.num_tokens, [(p.value_at, p.value) for p in pieces if p.value is not None])
-        if has_value
-        else None,
-        tail_value=scatter(len(batch.samples), [(p.tail_at, p.tail_value) for p in pieces if p.tail_value is not None])
-        if has_value
-        else None,
+        value=scatter(batch.num_tokens, values, math.nan) if values else None,
+        tail_value=scatter(len(batch.samples), tails, math.nan) if tails else None,
     )
 
 
@@ -152,36 +162,24 @@ def compute_gradients(
 ) -> tuple[torch.Tensor, ObjectiveBatch, Metrics]:
     """Add the gradient of the whole batch to ``.grad``. Returns loss, the batch with its advantages, and metrics.
 
-    A loss that is not finite sends nothing back. ``batch`` may already be prepared (a later epoch).
+    A loss that is not finite is for the caller to refuse. ``batch`` may already be prepared (a later epoch).
     """
-    with_value = objective.needs_value
     if objective.is_linear:
         batch = batch if batch.weights is not None else objective.prepare(batch)
         zeros = torch.zeros(batch.num_tokens)
         _, gradient, _ = differentiate(objective, TokenVectors(zeros, zeros, zeros), batch)
-        pieces = []
-        for indices in plan:
-            piece = _forward(policy, batch, indices, with_value=False)
-            piece.backward(gradient)
-            pieces.append(dataclasses.replace(piece, **_detached(piece)))
+        pieces = [_forward(policy, batch, indices, with_value=False).backward(gradient) for indices in plan]
         loss, metrics = objective.loss(_collect(batch, pieces), batch)
         return loss, batch, metrics
-    single = _forward(policy, batch, plan[0], with_value=with_value) if len(plan) == 1 else None
-    if single is None:
-        vectors = compute_vectors(policy, batch, plan, with_value=with_value)
-    else:
-        vectors = _collect(batch, [single])
+    with_value = objective.needs_value
+    first = _forward(policy, batch, plan[0], with_value=with_value)
+    with torch.no_grad():
+        others = [_forward(policy, batch, indices, with_value=with_value) for indices in plan[1:]]
+    vectors = _collect(batch, [first, *others])
     batch = batch if batch.weights is not None else objective.prepare(batch, vectors)
     loss, gradient, metrics = differentiate(objective, vectors, batch)
-    if not bool(loss.isfinite()):
-        return loss, batch, metrics
-    if single is not None:
-        single.backward(gradient)
-        return loss, batch, metrics
-    for indices in plan:
+    first.backward(gradient)
+    del first  # and with it all of its graph, before the next one is made
+    for indices in plan[1:]:
         _forward(policy, batch, indices, with_value=with_value).backward(gradient)
     return loss, batch, metrics
-
-
-def _detached(piece: _Piece) -> dict[str, torch.Tensor]:
-    return {name: getattr(piece, name).detach() for name in ("logprob", "entropy", "lse")}

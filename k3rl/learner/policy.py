@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     import torch
 
@@ -32,4 +32,12 @@ class Policy(Protocol):
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Everything the engine needs, by name: parameters and persistent buffers."""
+        ...
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], /) -> object:
+        """Take the tensors of :meth:`state_dict`; raises where names or shapes differ."""
+        ...
+
+    def muon_blocks(self) -> dict[str, int]:
+        """Into how many row blocks (heads) Muon cuts a parameter, by name; one that is not named stays whole."""
         ...

@@ -56,7 +56,7 @@ class Learner:
         started = time.perf_counter()
         objective, batch = self.objective, build_batch(trajectories, rewards)
         metrics = Metrics()
-        plan = plan_micro_batches(batch, self.config.micro_batch_tokens)
+        plan = plan_micro_batches(batch, self.config.micro_batch_tokens, with_value=objective.needs_value)
         metrics.sum("train/tokens", batch.num_trained)
         metrics.sum("train/input_tokens", sum(len(batch.samples[n].ids) for part in plan for n in part))
         metrics.sum("train/empty_updates", int(not plan))
@@ -67,13 +67,12 @@ class Learner:
         if objective.needs_reference and self.reference is not None:
             reference = compute_vectors(self.reference, batch, plan, with_value=False)
             batch = dataclasses.replace(batch, reference_logprobs=reference.logprob)
-        for epoch in range(objective.epochs):
+        for _ in range(objective.epochs):
             self._zero_gradients()
             loss, batch, found = compute_gradients(self.policy, objective, batch, plan)
-            # after the first step the gap is what was learned, no longer how far rollout and learner disagree
-            kept = {name: m for name, m in found if epoch == 0 or not name.startswith("train/logprob_gap")}
-            metrics = Metrics.merge([metrics, Metrics(kept)])
-            self._guarded_step(float(loss), metrics)
+            metrics = Metrics.merge([metrics, found])
+            if not self._guarded_step(float(loss), metrics):
+                break  # the same batch on the same weights would be refused again
         metrics.sum("train/update_s", time.perf_counter() - started)
         return metrics
 
@@ -83,14 +82,17 @@ class Learner:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _guarded_step(self, loss: float, metrics: Metrics) -> None:
-        """Clip and step; a loss or gradient norm that is not finite leaves weights, optimiser and schedule alone."""
+    def _guarded_step(self, loss: float, metrics: Metrics) -> bool:
+        """Clip and step; a loss or gradient norm that is not finite leaves weights, optimiser and schedule alone.
+
+        Returns whether the step was taken.
+        """
         optimizer = self.config.optimizer
         gradients = [p.grad for _, p in self.policy.named_parameters() if p.grad is not None]
         norm = float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.float()) for g in gradients])))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._refuse(loss, norm, metrics)
-            return
+            return False
         scale = min(1.0, optimizer.max_grad_norm / norm) if norm > 0 else 1.0
         if scale < 1.0:
             for gradient in gradients:
@@ -105,6 +107,7 @@ class Learner:
         metrics.mean("train/grad_norm", norm)
         metrics.mean("train/grad_clipped_frac", float(scale < 1.0))
         metrics.mean("train/lr", lr)
+        return True
 
     def _refuse(self, loss: float, norm: float, metrics: Metrics) -> None:
         self.skipped += 1

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
+from k3rl.buffer.store import Store
 from k3rl.config import ObjectiveConfig, to_dict
+from k3rl.errors import ConfigError
 from k3rl.learner.update import Learner
 from k3rl.model.transformer import K3Model
 from k3rl.objective import Objective, resolve
 from k3rl.rewards.compose import compose
 from k3rl.trajectory import PolicyVersion
-from k3rl.weights.base import weights_digest
+from k3rl.weights import object_store
+from k3rl.weights.base import LocalWeights, weights_digest
 from k3rl.weights.checkpoint import Checkpoint, load_latest, save
+from k3rl.weights.lock import lock_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from k3rl.config import RunConfig
     from k3rl.metrics import Metrics
-    from k3rl.trajectory import Trajectory
+    from k3rl.trajectory import Summary, Trajectory
+    from k3rl.weights.object_store import StoredWeights
 
 Phase = Literal["sft", "rl"]
 
@@ -36,6 +42,7 @@ class LearnerWorker:
         self._config = config
         self._policy = K3Model(config.model, seed=config.seed)
         self._phase: Phase = "sft"
+        self._claim = ExitStack()
         self._learner = self._make_learner("sft")
 
     def begin(self, phase: Phase) -> None:
@@ -48,14 +55,32 @@ class LearnerWorker:
         """The resolved objective of RL."""
         return self._objective("rl").formula()
 
-    def update(self, trajectories: Sequence[Trajectory]) -> Metrics:
+    def update(self, batch: Sequence[Summary], folder: Path) -> Metrics:
+        """One update on a whole batch, read from the payload files below ``folder``."""
+        return self.update_on(Store(folder).read_all(batch))
+
+    def update_on(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """One update on a whole batch, with the objective of the current phase."""
         return self._learner.update(trajectories, [self._rewards(t) for t in trajectories])
 
-    def publish(self, incarnation: int, step: int) -> tuple[PolicyVersion, Mapping[str, torch.Tensor]]:
-        """Current weights and their version."""
+    def publish(self, incarnation: int, step: int) -> StoredWeights:
+        """Put the current weights into the object store, for the engines to read."""
+        weights = self.weights(incarnation, step)
+        return object_store.put(weights.version, weights.tensors, self._config.rollout.timeout_s)
+
+    def weights(self, incarnation: int, step: int) -> LocalWeights:
+        """A copy of the current weights, with their version."""
         tensors = {name: t.detach().clone() for name, t in self._policy.state_dict().items()}
-        return PolicyVersion(incarnation=incarnation, step=step, digest=weights_digest(tensors)), tensors
+        return LocalWeights(PolicyVersion(incarnation=incarnation, step=step, digest=weights_digest(tensors)), tensors)
+
+    def claim(self, folder: Path) -> None:
+        """Become the only writer of checkpoints below ``folder``, for this process's life.
+
+        A learner that outlives its driver may still be writing: wait for it, up to a deadline.
+        """
+        if not folder.is_dir():
+            raise ConfigError(f"run_root: the learner's machine does not see {folder}; it must lie on shared storage")
+        self._claim.enter_context(lock_folder(folder / "checkpoints", timeout_s=self._config.learner.timeout_s))
 
     def save(
         self,
@@ -63,6 +88,7 @@ class LearnerWorker:
         *,
         step: int,
         version: PolicyVersion,
+        vocabulary: str,
         state: dict[str, Any],
         consumed: dict[str, Any],
         keep: int,
@@ -73,6 +99,7 @@ class LearnerWorker:
             step=step,
             version=version,
             model_config=to_dict(self._config.model),
+            vocabulary=vocabulary,
             model=dict(self._policy.state_dict()),
             optimizer=tensors,
             state={"controller": state, "learner": counters, "phase": self._phase},
@@ -80,12 +107,12 @@ class LearnerWorker:
         )
         return save(directory, checkpoint, keep=keep)
 
-    def load(self, directory: Path) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]] | None:
+    def load(self, directory: Path, vocabulary: str) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]] | None:
         """Load the last good checkpoint below ``directory``.
 
         Returns the controller's state, the consumed set and what was passed over as damaged; None when there is none.
         """
-        loaded = load_latest(directory, to_dict(self._config.model))
+        loaded = load_latest(directory, to_dict(self._config.model), vocabulary)
         if loaded is None:
             return None
         checkpoint = loaded.checkpoint

@@ -88,13 +88,16 @@ def compute_gae(
 
 
 def whiten(advantages_T: torch.Tensor, mask_T: torch.Tensor, std: Std) -> torch.Tensor:
-    """Centre and scale over trained tokens; fewer than two or no spread gives zeros, ``none`` changes nothing."""
+    """Centre and scale over trained tokens; fewer than two or no spread gives zeros, ``none`` changes nothing.
+
+    Nothing is absent here: a NaN is a fault, and makes all of them NaN.
+    """
     correction = CORRECTION_OF_STD[std]
     if correction is None:
         return advantages_T
     trained = advantages_T[mask_T]
     out = torch.zeros_like(advantages_T)
-    if no_signal_reason(trained.tolist()) is None:
+    if bool(trained.isnan().any()) or no_signal_reason(trained.tolist()) is None:
         out[mask_T] = (trained - trained.mean()) / trained.std(correction=correction)
     return out
 

@@ -53,6 +53,7 @@ class TokenVectors:
     logprob: torch.Tensor  # [T]
     entropy: torch.Tensor  # [T]
     lse: torch.Tensor  # [T]
+    # NaN where nobody computed it, so that a value which is read by mistake is never taken for a 0
     value: torch.Tensor | None = None  # [T], of the state in which the target was chosen
     tail_value: torch.Tensor | None = None  # [N], of the state after a sample's last token; never has a gradient
 
@@ -93,19 +94,17 @@ class ObjectiveBatch:
     def num_trained(self) -> int:
         return int(self.action_mask.sum())
 
+    def samples_to_compute(self, *, with_value: bool) -> set[int]:
+        """Samples that have trained tokens and, with values, those that hold a value which a credit chain reads.
 
-def credit_to_actions(rewards: Sequence[float], is_action: Sequence[bool]) -> list[float]:
-    """Move what lies on a step that is not trained to the last trained step before it; with none before, it is lost.
-
-    Works on tokens and on segments alike; a terminal reward on an observation is neither decayed nor dropped.
-    """
-    credited = [0.0] * len(rewards)
-    last: int | None = None
-    for i, (reward, action) in enumerate(zip(rewards, is_action, strict=True)):
-        last = i if action else last
-        if last is not None:
-            credited[last] += float(reward)
-    return credited
+        Before any token there is no state, so a sample of none has no value: it is left out.
+        """
+        needed = set(self.sample[self.action_mask].tolist())
+        if with_value:
+            needed.update(self.sample[self.turn_ranges[:, 0]].tolist())
+            ends = [c.bootstrap for c in self.chains if c.bootstrap is not None]
+            needed.update(int(self.sample[i]) if i < self.num_tokens else i - self.num_tokens for i in ends)
+        return {n for n in needed if len(self.samples[n].ids)}
 
 
 def build_batch(trajectories: Sequence[Trajectory], rewards: Sequence[np.ndarray | None]) -> ObjectiveBatch:
@@ -147,8 +146,11 @@ class _Builder:
         after: dict[int, int] = {}
         for path in trajectory.paths():
             self._add_path(trajectory, path, scored, turn_of, after)
-        self._credit(trajectory, values, turn_of)
-        self._add_chains(trajectory, values, turn_of, after)
+        credited = _credited_turns(trajectory, turn_of)
+        for turn, reward in zip(credited, values, strict=True):
+            if turn is not None:
+                self.turn_rewards[turn] += float(reward)
+        self._add_chains(trajectory, values, credited, after)
 
     def _add_path(
         self,
@@ -182,39 +184,26 @@ class _Builder:
         self.logprobs.append(logprobs)
         self.size += sample.num_targets
 
-    def _credit(self, trajectory: Trajectory, rewards: np.ndarray, turn_of: dict[int, int]) -> None:
-        """Give each segment's reward once to the nearest turn at or before it in the credit chain."""
-        for index, reward in enumerate(rewards):
-            at: int | None = index
-            while at is not None and at not in turn_of:
-                at = _previous(trajectory, at)
-            if at is not None:
-                self.turn_rewards[turn_of[at]] += float(reward)
-
     def _add_chains(
-        self, trajectory: Trajectory, rewards: np.ndarray, turn_of: dict[int, int], after: dict[int, int]
+        self, trajectory: Trajectory, rewards: np.ndarray, credited: list[int | None], after: dict[int, int]
     ) -> None:
         count = len(trajectory.segments)
         followed = {_previous(trajectory, i) for i in range(count)}
+        truncated = trajectory.outcome.status == "truncated"
         for leaf in (i for i in range(count) if i not in followed):
             walk: list[int] = []
             at: int | None = leaf
             while at is not None:
                 walk.append(at)
                 at = _previous(trajectory, at)
-            walk.reverse()
-            is_action = [i in turn_of for i in walk]
-            credited = credit_to_actions([float(rewards[i]) for i in walk], is_action)
-            turns = [i for i, action in enumerate(is_action) if action]
-            if turns:
-                truncated = trajectory.outcome.status == "truncated"
-                self.chains.append(
-                    Chain(
-                        turns=tuple(turn_of[walk[i]] for i in turns),
-                        rewards=tuple(credited[i] for i in turns),
-                        bootstrap=after[leaf] if truncated else None,
-                    )
-                )
+            earned: dict[int, float] = {}  # by turn, in order of time
+            for i in reversed(walk):
+                turn = credited[i]
+                if turn is not None:
+                    earned[turn] = earned.get(turn, 0.0) + float(rewards[i])
+            if earned:
+                bootstrap = after[leaf] if truncated else None
+                self.chains.append(Chain(tuple(earned), tuple(earned.values()), bootstrap))
 
     def finish(self, temperature: float) -> ObjectiveBatch:
         lengths = torch.tensor([s.num_targets for s in self.samples], dtype=torch.int64)
@@ -246,6 +235,18 @@ def _previous(trajectory: Trajectory, index: int) -> int | None:
     """The segment before ``index`` in the credit chain; where only the token link was given, that one."""
     segment = trajectory.segments[index]
     return segment.context if segment.follows is None else segment.follows
+
+
+def _credited_turns(trajectory: Trajectory, turn_of: dict[int, int]) -> list[int | None]:
+    """The turn that gets each segment's reward: the nearest at or before it in the credit chain; None: it is lost.
+
+    So a terminal reward on an observation is neither decayed nor dropped. ``turn_of``: the turn that a segment is.
+    """
+    credited: list[int | None] = []
+    for i in range(len(trajectory.segments)):
+        previous = _previous(trajectory, i)
+        credited.append(turn_of.get(i, None if previous is None else credited[previous]))
+    return credited
 
 
 def _routes(segments: Sequence[Segment]) -> torch.Tensor | None:

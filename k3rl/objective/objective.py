@@ -131,7 +131,9 @@ class Objective:
         if "rollout" in self.needs:
             metrics.sum("train/no_signal_groups", batch.num_no_signal)
             watched["advantage_abs"] = advantages.abs()
-            _compare_with_rollout(metrics, compute_log_ratio(logprob.detach(), batch), batch.action_mask)
+            before = logprob if batch.initial is None else batch.initial.logprob
+            _watch_ratio(metrics, compute_log_ratio(logprob.detach(), batch), batch.action_mask)
+            _watch_gap(metrics, compute_log_ratio(before.detach(), batch), batch.action_mask)
         for name, values in watched.items():
             _add_token_mean(metrics, name, values, batch.action_mask)
         return total, metrics
@@ -149,16 +151,25 @@ class Objective:
         return "\n".join([title, *(f"  {name:<7} {text}" for name, text in parts.items())])
 
 
-def _compare_with_rollout(metrics: Metrics, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
+def _watch_ratio(metrics: Metrics, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
     """How far the policy that trains is from the one that sampled, token by token; ``log_ratio`` [T]."""
     wide = log_ratio.double()
     ratio = wide.exp()
     _add_token_mean(metrics, "ratio", ratio, mask)
     _add_token_mean(metrics, "rollout_kl", ratio - 1 - wide, mask)
-    _add_token_mean(metrics, "logprob_gap", wide.abs(), mask)
     if bool(mask.any()):
         metrics.max("train/ratio_max", float(ratio[mask].max()))
-        metrics.max("train/logprob_gap_max", float(wide.abs()[mask].max()))
+
+
+def _watch_gap(metrics: Metrics, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
+    """How far rollout and learner disagree; ``log_ratio`` [T] is that before the first step on the batch.
+
+    After a step it would be what was learned; so every epoch gives the same.
+    """
+    gap = log_ratio.double().abs()
+    _add_token_mean(metrics, "logprob_gap", gap, mask)
+    if bool(mask.any()):
+        metrics.max("train/logprob_gap_max", float(gap[mask].max()))
 
 
 def _add_token_mean(metrics: Metrics, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:

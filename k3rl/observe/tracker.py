@@ -115,6 +115,17 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
+def write_whole(path: str | Path, text: str) -> None:
+    """Replace the file ``path``: whoever reads it, whenever we die, finds the old text or the new one."""
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.part")
+    with open(draft, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
 def to_jsonable(value: Any) -> Any:
     """``value`` with every non-finite number as one of the strings "nan", "inf", "-inf"."""
     if isinstance(value, float):

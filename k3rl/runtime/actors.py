@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from k3rl.config import RunConfig
     from k3rl.rollout.agent_loop import EpisodeSpec
-    from k3rl.trajectory import PolicyVersion, Trajectory
+    from k3rl.trajectory import PolicyVersion, Summary
 
 
 class Actors:
@@ -29,7 +29,7 @@ class Actors:
     def ask_learner(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call the learner and wait for its answer."""
         ref = getattr(self._learner, method).remote(*args, **kwargs)
-        return wait_for([ref], ["learner"], self._config.learner.timeout_s, method)[0]
+        return wait_for([ref], ["learner"], self._config.learner.timeout_s, method, "learner.timeout_s")[0]
 
     def start(self, method: str, specs: Sequence[EpisodeSpec], *args: Any) -> list[Any]:
         """Spread episodes over the workers, whole groups to one worker in turn; :meth:`collect` waits for them."""
@@ -40,23 +40,21 @@ class Actors:
             getattr(worker, method).remote(share, *args) for worker, share in zip(self._workers, shares, strict=True)
         ]
 
-    def collect(self, refs: list[Any], what: str) -> list[Trajectory]:
-        """Trajectories of started work, in order of key."""
-        shares = wait_for(refs, self._names, self._config.rollout.timeout_s, what)
-        return sorted((t for share in shares for t in share), key=lambda t: t.key)
+    def collect(self, refs: list[Any], what: str) -> list[Summary]:
+        """Summaries of started work, in order of key."""
+        shares = wait_for(refs, self._names, self._config.rollout.timeout_s, what, "rollout.timeout_s")
+        return sorted((s for share in shares for s in share), key=lambda s: s.key)
 
-    def play(self, method: str, specs: Sequence[EpisodeSpec], what: str, *args: Any) -> list[Trajectory]:
+    def play(self, method: str, specs: Sequence[EpisodeSpec], what: str, *args: Any) -> list[Summary]:
         """Start and collect."""
         return self.collect(self.start(method, specs, *args), what)
 
     def publish(self, incarnation: int, step: int) -> PolicyVersion:
         """Give the learner's weights to every rollout worker; each answers with the digest of what it now serves."""
-        import ray
-
-        version, tensors = self.ask_learner("publish", incarnation, step)
-        shared = ray.put(tensors)
-        refs = [worker.update_weights.remote(version, shared) for worker in self._workers]
-        digests = wait_for(refs, self._names, self._config.rollout.timeout_s, "weight update")
+        weights = self.ask_learner("publish", incarnation, step)
+        refs = [worker.update_weights.remote(weights) for worker in self._workers]
+        digests = wait_for(refs, self._names, self._config.rollout.timeout_s, "weight update", "rollout.timeout_s")
+        version = weights.version
         wrong = [name for name, digest in zip(self._names, digests, strict=True) if digest != version.digest]
         if wrong:
             raise WeightSyncError(f"{', '.join(wrong)} received other weights than the learner sent at step {step}")

@@ -47,7 +47,10 @@ def bench(subject: str) -> Path:
 def environment() -> dict[str, Any]:
     """What the figures were measured on."""
     versions = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=False)
+    commit, changes = (
+        subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10, check=False).stdout.strip()
+        for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    )
     return {
         "card": None,
         "driver": None,
@@ -57,7 +60,8 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
-        "commit": commit.stdout.strip() or None,
+        "commit": commit or None,
+        "uncommitted_changes": bool(changes),
     }
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from k3rl.envs.registry import make
 from k3rl.errors import ConfigError
+from k3rl.objective import resolve
+from k3rl.rollout.chat_format import build_chat_format
+from k3rl.rollout.scoring import Scorer
+from k3rl.trajectory import Task
 
 if TYPE_CHECKING:
     from k3rl.config import RunConfig
@@ -13,18 +18,28 @@ if TYPE_CHECKING:
 def check_runnable(config: RunConfig) -> None:
     """Raise ConfigError naming the key that keeps ``config`` from running. Takes a second and starts nothing."""
     check_objective(config)
+    Scorer(config)
     check_environment_id(config)
     check_vocabulary(config)
+    check_first_task(config)
+
+
+def check_trains(config: RunConfig) -> None:
+    """Raise ConfigError when a job of ``config`` would do nothing."""
+    if not config.steps and not config.sft.max_steps:
+        raise ConfigError("steps: both steps and sft.max_steps are 0, so there is nothing to do")
 
 
 def check_objective(config: RunConfig) -> str:
     """Return the resolved objective, as a formula; ConfigError when the model lacks what it needs."""
-    from k3rl.objective import resolve
-
     objective = resolve(config.objective, horizon=config.environment.max_episode_tokens)
     if objective.needs_value and not config.model.value_head:
         raise ConfigError(
             f"objective.preset: {config.objective.preset!r} needs a value head; set model.value_head: true"
+        )
+    if "group" in objective.needs and config.rollout.group_size < 2:
+        raise ConfigError(
+            f"rollout.group_size: {config.objective.preset!r} compares the samples of a task; it must be at least 2"
         )
     if objective.needs_reference:
         raise ConfigError("objective.kl_coef: a KL term needs a reference policy, which a run does not keep")
@@ -33,8 +48,6 @@ def check_objective(config: RunConfig) -> str:
 
 def check_environment_id(config: RunConfig) -> None:
     """Make the environment once; ConfigError when its id is unknown or it does not take its options."""
-    from k3rl.envs.registry import make
-
     try:
         make(config.environment.id, **config.environment.options).close()
     except ConfigError:
@@ -45,8 +58,6 @@ def check_environment_id(config: RunConfig) -> None:
 
 def check_vocabulary(config: RunConfig) -> str:
     """Return how many token ids the chat format uses; ConfigError when the model has fewer."""
-    from k3rl.rollout.chat_format import build_chat_format
-
     size = build_chat_format(config).tokenizer.vocab_size
     if size > config.model.vocab_size:
         raise ConfigError(
@@ -54,3 +65,27 @@ def check_vocabulary(config: RunConfig) -> str:
             f"{config.environment.id} needs {size} token ids"
         )
     return f"{config.chat_format}, {size} of {config.model.vocab_size} token ids used"
+
+
+def check_first_task(config: RunConfig) -> str:
+    """Start one task and return how long its prompt is; ConfigError when no episode could be played or scored."""
+    env: Any = make(config.environment.id, **config.environment.options).unwrapped
+    try:
+        observation, _ = env.reset(options={"task": Task(environment=config.environment.id, split="train", index=0)})
+        has_milestones = not hasattr(env, "milestone_names") or bool(env.milestone_names())
+        prompt = build_chat_format(config).render_prompt(observation, env.tool_schemas)
+    except Exception as error:  # whatever a stranger's environment raises
+        raise ConfigError(
+            f"environment.id: {config.environment.id} cannot start a task: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        env.close()
+    if config.rewards.get("milestone") and not has_milestones:
+        raise ConfigError(f"rewards.milestone: tasks of {config.environment.id} have no milestones")
+    room = config.environment.max_episode_tokens - len(prompt)
+    if room < 2:
+        raise ConfigError(
+            f"environment.max_episode_tokens: {config.environment.max_episode_tokens} leaves no room for a turn, the "
+            f"prompt of the first task takes {len(prompt)}"
+        )
+    return f"the first prompt takes {len(prompt)} of {config.environment.max_episode_tokens} tokens"

@@ -48,10 +48,11 @@ def make_actor(cls: type, *args: Any, name: str) -> Any:
     return ray.remote(num_cpus=1)(cls).options(name=name).remote(*args)
 
 
-def wait_for(refs: Sequence[Any], names: Sequence[str], timeout_s: float, what: str) -> list[Any]:
+def wait_for(refs: Sequence[Any], names: Sequence[str], timeout_s: float, what: str, key: str = "") -> list[Any]:
     """Results of all ``refs``; the first that fails ends the waiting.
 
-    Raises StarvedError that says who is late, WorkerDiedError that says who is gone, or what an actor itself raised.
+    Raises StarvedError that says who is late and which configuration ``key`` is the deadline, WorkerDiedError that says
+    who is gone, or what an actor itself raised.
     """
     import ray
 
@@ -63,7 +64,7 @@ def wait_for(refs: Sequence[Any], names: Sequence[str], timeout_s: float, what: 
         ready, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             late = ", ".join(owners[ref] for ref in waiting)
-            raise StarvedError(f"{what}: no answer from {late} within {timeout_s:g} s")
+            raise StarvedError(f"{what}: no answer from {late} within {timeout_s:g} s{key and f' ({key})'}")
         for ref in ready:
             results[ref] = _result(ref, owners[ref], what)
     return [results[ref] for ref in refs]

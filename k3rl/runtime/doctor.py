@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from k3rl.observe.console import table
-from k3rl.runtime.checks import check_objective, check_vocabulary
+from k3rl.runtime.checks import check_first_task, check_objective, check_vocabulary
 
 if TYPE_CHECKING:
     from k3rl.config import RunConfig
@@ -25,6 +25,7 @@ def examine(config: RunConfig) -> bool:
         "objective": lambda c: check_objective(c).splitlines()[0],
         "environment": _environment,
         "chat format": check_vocabulary,
+        "first task": check_first_task,
     }
     rows = []
     for name, check in checks.items():

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from k3rl.config import to_dict
 from k3rl.errors import CheckpointError
-from k3rl.evaluation.report import EvaluationReport, summarise
+from k3rl.evaluation.report import EvaluationReport, report
 from k3rl.observe.console import table
 from k3rl.rollout.agent_loop import EpisodeSpec
+from k3rl.rollout.chat_format import vocabulary_of
 from k3rl.rollout.worker import RolloutWorker
 from k3rl.runtime.checks import check_runnable
 from k3rl.trajectory import Task, TrajectoryKey
+from k3rl.weights.base import LocalWeights
 from k3rl.weights.checkpoint import load, load_latest
 
 if TYPE_CHECKING:
@@ -28,16 +30,16 @@ def evaluate_checkpoint(config: RunConfig, path: Path | None = None) -> dict[str
     Raises CheckpointError when there is no good checkpoint, or when it is of another model.
     """
     check_runnable(config)
-    model = to_dict(config.model)
+    model, vocabulary = to_dict(config.model), vocabulary_of(config)
     if path is not None:
-        checkpoint = load(path, model)
+        checkpoint = load(path, model, vocabulary)
     else:
-        loaded = load_latest(config.run_dir / "checkpoints", model)
+        loaded = load_latest(config.run_dir / "checkpoints", model, vocabulary)
         if loaded is None:
             raise CheckpointError(f"{config.run_dir / 'checkpoints'} holds no checkpoint; train first, or name one")
         checkpoint, path = loaded.checkpoint, loaded.path
     worker = RolloutWorker(config)
-    worker.update_weights(checkpoint.version, checkpoint.model)
+    worker.update_weights(LocalWeights(checkpoint.version, checkpoint.model))
     at = config.evaluation
     specs = [
         EpisodeSpec(
@@ -49,7 +51,7 @@ def evaluate_checkpoint(config: RunConfig, path: Path | None = None) -> dict[str
     reports, rows = {}, []
     for name, temperature in (("sampled", config.rollout.temperature), ("greedy", 0.0)):
         started = time.perf_counter()
-        reports[name] = summarise(worker.rollout(specs, temperature, at.seed))
+        reports[name] = report(worker.rollout(specs, temperature, at.seed))
         rows.append({"decoding": name, **reports[name].row(), "s": round(time.perf_counter() - started, 1)})
     table(f"{path} on {config.environment.id}, split {at.split}", rows)
     out = config.run_dir / "eval.json"

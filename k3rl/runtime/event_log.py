@@ -25,6 +25,8 @@ class EventLog:
         self._lines = JsonLines(path)
         events = read_events(path)
         self._next = events[-1]["seq"] + 1 if events else 0
+        self.num_restores = sum(event["kind"] == "restore" for event in events)
+        """How often the run was started before: the next incarnation."""
 
     def write(self, kind: str, *, durable: bool = False, **fields: Any) -> None:
         """Append an event of any kind; with ``durable`` it is on the disk when this returns."""

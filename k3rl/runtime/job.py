@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
+import dataclasses
 import json
-import os
-import socket
 import time
-from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from k3rl.config import to_dict
+from k3rl.config import from_dict, to_dict
 from k3rl.errors import ConfigError
-from k3rl.runtime.checks import check_runnable
+from k3rl.observe.tracker import write_whole
+from k3rl.runtime.checks import check_runnable, check_trains
 from k3rl.runtime.cluster import ray_session
 from k3rl.runtime.controller import Controller
+from k3rl.weights.lock import lock_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from k3rl.config import RunConfig
 
 
@@ -28,56 +25,47 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
 
     Raises ConfigError before anything is started or changed; after any other error the run can be resumed.
     """
+    # Absolute, since the actors have working directories of their own.
+    tokenizer = config.tokenizer if config.tokenizer == "tiny" else str(Path(config.tokenizer).resolve())
+    config = dataclasses.replace(config, run_root=str(Path(config.run_root).resolve()), tokenizer=tokenizer)
     run_dir = config.run_dir
     config_path, summary_path = run_dir / "config.json", run_dir / "summary.json"
     if resume and not config_path.exists():
         raise ConfigError(f"nothing to resume: {run_dir} holds no run")
+    check_trains(config)
     check_runnable(config)
     started = time.perf_counter()
     with lock_folder(run_dir):
+        is_longer = False
         if resume:
             old = json.loads(config_path.read_text())
             refuse_another_run(config, old)
+            is_longer = config.steps > old["steps"]
             if summary_path.exists() and old["steps"] == config.steps:
                 print(f"{run_dir} is finished; make it longer with steps=, or read {summary_path}")
                 return json.loads(summary_path.read_text())
         elif config_path.exists():
-            raise ConfigError(f"run folder {run_dir} is in use: go on with --resume, or choose another name=")
+            state = "a finished" if summary_path.exists() else "an interrupted"
+            raise ConfigError(f"run folder {run_dir} holds {state} run: go on with --resume, or choose another name=")
         summary_path.unlink(missing_ok=True)
-        config_path.write_text(json.dumps(to_dict(config), indent=1) + "\n")
+        write_whole(config_path, json.dumps(to_dict(config), indent=1) + "\n")
         with ray_session(config):
             controller = Controller(config)
             try:
-                controller.start()
+                controller.start(is_longer=is_longer)
                 controller.progress.spend("setup", started)
                 return controller.run()
             finally:
                 controller.close()
 
 
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Make ``folder`` and hold it for this process; ConfigError that names the holder when there is another one.
-
-    The operating system lets go of it when the process ends, however it ends.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ConfigError(f"run folder {folder} is in use by {file.read().strip() or 'another process'}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
-
-
 def refuse_another_run(config: RunConfig, old: dict[str, Any]) -> None:
-    """A resumed run may become longer, wait longer or save more often; it may not become another run."""
+    """A resumed run may become longer, wait longer or save more often; it may not become another run.
+
+    Keys that ``old``, the plain configuration it was started with, does not have yet had their defaults.
+    """
     free = {"steps", "checkpoint_every", "checkpoints_kept", "run_root", "name"}
-    before, now = _leaves(old), _leaves(to_dict(config))
+    before, now = _leaves(to_dict(from_dict(old))), _leaves(to_dict(config))
     changed = sorted(
         key
         for key in before.keys() | now.keys()

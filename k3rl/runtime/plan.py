@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +17,7 @@ from k3rl.model.config import cache_bytes, count_parameters
 from k3rl.observe.console import table
 from k3rl.rollout.agent_loop import EpisodeSpec
 from k3rl.rollout.worker import RolloutWorker
-from k3rl.runtime.checks import check_objective, check_runnable
+from k3rl.runtime.checks import check_objective, check_runnable, check_trains
 from k3rl.trajectory import Task, TrajectoryKey
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Estimate:
 
 def print_plan(config: RunConfig) -> Estimate:
     """Print the resolved configuration, the objective and the estimate. Raises ConfigError for what cannot run."""
+    check_trains(config)
     formula = check_objective(config)
     check_runnable(config)
     print(yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None, width=120))
@@ -82,15 +85,15 @@ def _probe(config: RunConfig) -> tuple[float, float]:
     """Seconds of one SFT step and one RL step, each from one share of the work played in this process."""
     torch.set_num_threads(config.learner.threads)
     learner, worker = LearnerWorker(config), RolloutWorker(config)
-    worker.update_weights(*learner.publish(0, 0))
+    worker.update_weights(learner.weights(0, 0))
 
     def specs(n: int) -> list[EpisodeSpec]:
         task = Task(environment=config.environment.id, split="train", index=0)
         return [EpisodeSpec(key=TrajectoryKey(ordinal=i, sample=0), task=task) for i in range(n)]
 
     started = time.perf_counter()
-    demonstrations = worker.demonstrate(specs(config.sft.batch_size))
-    learner.update(demonstrations)
+    with TemporaryDirectory() as folder:
+        learner.update(worker.demonstrate(specs(config.sft.batch_size), Path(folder)), Path(folder))
     sft_s = time.perf_counter() - started
     episodes = config.rollout.groups_per_step * config.rollout.group_size
     started = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from k3rl.evaluation.report import EvaluationReport
 from k3rl.observe.console import table
+from k3rl.observe.tracker import to_jsonable, write_whole
 
 if TYPE_CHECKING:
     from k3rl.buffer.ledger import LedgerCounts
@@ -37,7 +38,7 @@ def write_summary(config: RunConfig, at: Progress, counts: LedgerCounts) -> dict
         "reports": at.reports,
     }
     path = config.run_dir / "summary.json"
-    path.write_text(json.dumps(summary, indent=1) + "\n")
+    write_whole(path, json.dumps(to_jsonable(summary), indent=1) + "\n")
     title = f"{config.evaluation.num_tasks} held-out tasks"
     reports = sorted(at.reports.items(), key=lambda item: POLICIES.index(item[0].removesuffix("_greedy")))
     table(title, [{"policy": name, **EvaluationReport(**report).row()} for name, report in reports])
@@ -45,6 +46,7 @@ def write_summary(config: RunConfig, at: Progress, counts: LedgerCounts) -> dict
     states = {state: n for state, n in counts.by_state.items() if n and state not in ("issued", "dropped")}
     dropped = {f"dropped: {reason}": n for reason, n in counts.dropped.items()}
     table("Trajectories", [{"issued": counts.issued, **states, **dropped}])
-    print(f"max |rollout - learner logprob| {at.max_logprob_gap:.2e}")
+    if at.max_logprob_gap is not None:
+        print(f"max |rollout - learner logprob| {at.max_logprob_gap:.2e}, of {at.gap_steps} steps on fresh rollouts")
     print(f"run folder: {config.run_dir}\nsummary:    {path}\ncurves:     tensorboard --logdir {config.run_dir}")
     return summary

@@ -39,3 +39,7 @@ class ToyPolicy(nn.Module):
     def values(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Value estimates [M]."""
         return self.value_head(hidden_MD)[:, 0]
+
+    def muon_blocks(self) -> dict[str, int]:
+        """No parameter is cut into heads."""
+        return {}

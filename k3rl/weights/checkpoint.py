@@ -41,6 +41,8 @@ class Checkpoint:
     version: PolicyVersion
     model_config: Mapping[str, Any]
     """Plain form of the model's config; a checkpoint of another one is refused."""
+    vocabulary: str
+    """What the token ids mean: chat format and digest of the tokenizer. A checkpoint of another one is refused."""
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     state: Mapping[str, Any] = field(default_factory=dict)
@@ -130,11 +132,13 @@ def save(directory: str | Path, checkpoint: Checkpoint, *, keep: int = 3, files:
     return final
 
 
-def load_latest(directory: str | Path, model_config: Mapping[str, Any] | None = None) -> LoadedCheckpoint | None:
+def load_latest(
+    directory: str | Path, model_config: Mapping[str, Any] | None = None, vocabulary: str | None = None
+) -> LoadedCheckpoint | None:
     """Load the newest checkpoint whose digests all hold; None when there is none at all.
 
     Damaged ones are passed over and reported. Raises CheckpointError when every one is damaged, or when the newest good
-    one is of another model than ``model_config``.
+    one is of another model than ``model_config`` or of another ``vocabulary``.
     """
     damaged: list[str] = []
     for path in list_checkpoints(directory):
@@ -143,16 +147,17 @@ def load_latest(directory: str | Path, model_config: Mapping[str, Any] | None = 
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        return LoadedCheckpoint(checkpoint=load(path, model_config), path=path, damaged=tuple(damaged))
+        return LoadedCheckpoint(checkpoint=load(path, model_config, vocabulary), path=path, damaged=tuple(damaged))
     if damaged:
         raise CheckpointError(f"no checkpoint in {directory} is intact: " + "; ".join(damaged))
     return None
 
 
-def load(path: str | Path, model_config: Mapping[str, Any] | None = None) -> Checkpoint:
+def load(path: str | Path, model_config: Mapping[str, Any] | None = None, vocabulary: str | None = None) -> Checkpoint:
     """Load one checkpoint, to the CPU, after checking every digest.
 
-    Raises CheckpointError that names the damaged file, or the fields in which its model differs from ``model_config``.
+    Raises CheckpointError that names the damaged file, the fields in which its model differs from ``model_config``, or
+    its vocabulary.
     """
     from safetensors.torch import load_file
 
@@ -160,6 +165,11 @@ def load(path: str | Path, model_config: Mapping[str, Any] | None = None) -> Che
     manifest = verify(path)
     if model_config is not None:
         _require_same_model(path, manifest["model_config"], model_config)
+    if vocabulary is not None and vocabulary != manifest["vocabulary"]:
+        raise CheckpointError(
+            f"{path} was trained with other token ids ({manifest['vocabulary']}, here {vocabulary}): the chat format is"
+            " another one, or the tools or template words of the environment have changed since"
+        )
     tensors = {name: load_file(path / f"{name}.safetensors") for name in TENSOR_FILES}
     found = weights_digest(tensors["model"])
     if found != manifest["weights_sha256"]:
@@ -168,6 +178,7 @@ def load(path: str | Path, model_config: Mapping[str, Any] | None = None) -> Che
         step=manifest["step"],
         version=PolicyVersion(**manifest["version"]),
         model_config=manifest["model_config"],
+        vocabulary=manifest["vocabulary"],
         state=json.loads((path / "state.json").read_text()),
         consumed=manifest["consumed"],
         **tensors,
@@ -216,6 +227,7 @@ def _write(folder: Path, checkpoint: Checkpoint, files: FileOperations) -> None:
         "weights_sha256": weights_digest(checkpoint.model),
         "model_fingerprint": fingerprint(checkpoint.model_config),
         "model_config": dict(checkpoint.model_config),
+        "vocabulary": checkpoint.vocabulary,
         "consumed": dict(checkpoint.consumed),
         "files": {name: _digest_file(folder / name) for name in names},
         "libraries": _library_versions(),

@@ -58,7 +58,7 @@ class CompactFormat:
         """Ids of the messages and ``<|asst|>``. ``tools`` are not declared in this format."""
         return self.render_observation(messages)
 
-    def render_observation(self, messages: Sequence[Message], first_index: int = 1) -> list[int]:
+    def render_observation(self, messages: Sequence[Message]) -> list[int]:
         """Ids of new messages and ``<|asst|>``. Tool results have no number in this format."""
         ids: list[int] = []
         for message in messages:

@@ -85,10 +85,10 @@ class XtmlFormat:
             ids += self._message({"role": "system", "type": "thinking-effort"}, f"Thinking effort: {self._effort}.")
         return ids + self.render_observation(messages)
 
-    def render_observation(self, messages: Sequence[Message], first_index: int = 1) -> list[int]:
-        """Ids of new messages and the generation prefix; tool results are numbered from ``first_index``."""
+    def render_observation(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of new messages and the generation prefix; tool results are numbered since the last turn."""
         ids: list[int] = []
-        index = first_index
+        index = 1
         for message in messages:
             if message.role == "assistant":
                 answer = message.content if message.content or not message.calls else None

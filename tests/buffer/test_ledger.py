@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 import signal
@@ -14,20 +13,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3rl.buffer.ledger import ConsumedSet, Ledger, Seal
+from k3rl.buffer.ledger import ConsumedSet, Ledger
 from k3rl.errors import LedgerError
-from k3rl.trajectory import Task, TrajectoryKey
+from k3rl.testing.records import TASK, make_summary
+from k3rl.trajectory import Summary, TrajectoryKey
 
 ROOT = Path(__file__).parents[2]
-TASK = Task(environment="grid", split="train", index=7)
 
 
 def key(ordinal: int, sample: int = 0, attempt: int = 0) -> TrajectoryKey:
     return TrajectoryKey(ordinal=ordinal, sample=sample, attempt=attempt)
 
 
-def sealed(of: TrajectoryKey, digest: str = "d") -> Seal:
-    return Seal(key=of, uri=f"{of}.parquet", digest=digest, policy_step=0)
+def sealed(of: TrajectoryKey, digest: str = "d") -> Summary:
+    return make_summary(of, digest=digest)
 
 
 def issue(ledger: Ledger, *keys: TrajectoryKey) -> None:
@@ -100,7 +99,7 @@ def test_a_refused_call_changes_nothing_at_all() -> None:
     assert state(ledger, key(0)) == "issued"
 
 
-def test_the_second_attempt_of_a_sample_is_dropped_as_duplicate_and_repeated_deliveries_change_nothing() -> None:
+def test_b58_the_second_attempt_of_a_sample_is_dropped_as_duplicate_and_repeated_deliveries_change_nothing() -> None:
     ledger = Ledger(":memory:")
     issue(ledger, key(0), key(0, 0, 1))
     assert ledger.seal([sealed(key(0, 0, 1))]) == ["sealed"]
@@ -116,7 +115,8 @@ def test_the_second_attempt_of_a_sample_is_dropped_as_duplicate_and_repeated_del
 
 RACE = """
 import sys
-from k3rl.buffer.ledger import Ledger, Seal
+from k3rl.buffer.ledger import Ledger
+from k3rl.testing.records import make_summary
 from k3rl.trajectory import TrajectoryKey
 path, attempt, races = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 ledger = Ledger(path)
@@ -124,11 +124,11 @@ print("ready", flush=True)
 sys.stdin.readline()
 for ordinal in range(races):
     key = TrajectoryKey(ordinal=ordinal, sample=0, attempt=attempt)
-    print(ledger.seal([Seal(key=key, uri="u", digest=str(attempt), policy_step=0)])[0])
+    print(ledger.seal([make_summary(key, digest=str(attempt))])[0])
 """
 
 
-def test_of_two_processes_that_seal_the_same_sample_exactly_one_wins_every_race(tmp_path: Path) -> None:
+def test_b58_of_two_processes_that_seal_the_same_sample_exactly_one_wins_every_race(tmp_path: Path) -> None:
     races, path = 300, tmp_path / "ledger.sqlite"
     ledger = Ledger(path)
     issue(ledger, *(key(o, 0, a) for o in range(races) for a in range(2)))
@@ -163,9 +163,9 @@ def test_restore_returns_what_the_manifest_does_not_hold_and_keeps_what_it_holds
     report = ledger.restore(manifest)
     assert [state(ledger, key(o)) for o in range(6)] == ["committed", *["sealed"] * 4, "dropped"]
     assert (report.committed, report.returned, report.lost) == (1, 3, (key(5),))
-    assert [a.key for a in ledger.reissuable()] == [key(5)]
+    assert ledger.next_attempts(5, 1) == [(key(5, attempt=1), 0)]
     issue(ledger, key(5, attempt=1))
-    assert ledger.reissuable() == []
+    assert ledger.next_attempts(5, 1) == ledger.next_attempts(0, 1) == []
     ledger.check_laws()
 
 
@@ -308,7 +308,8 @@ def test_any_sequence_of_operations_and_crashes_obeys_the_laws(seed: int) -> Non
 
 KILLED = """
 import os, signal, sys
-from k3rl.buffer.ledger import Ledger, Seal
+from k3rl.buffer.ledger import Ledger
+from k3rl.testing.records import make_summary
 from k3rl.trajectory import Task, TrajectoryKey
 path, point = sys.argv[1], int(sys.argv[2])
 def reach(number):
@@ -320,9 +321,9 @@ reach(0)
 ledger.issue(keys, [Task(environment="e", split="s", index=0)] * 4)
 reach(1)
 with ledger.transaction():
-    ledger.seal([Seal(key=k, uri="u", digest="d", policy_step=0) for k in keys[:2]])
+    ledger.seal([make_summary(k) for k in keys[:2]])
     reach(2)
-    ledger.seal([Seal(key=k, uri="u", digest="d", policy_step=0) for k in keys[2:]])
+    ledger.seal([make_summary(k) for k in keys[2:]])
 reach(3)
 ledger.lease(keys, 1)
 reach(4)
@@ -334,7 +335,7 @@ reach(5)
 @pytest.mark.parametrize(
     ("point", "expected"), [(0, None), (1, "issued"), (2, "issued"), (3, "sealed"), (4, "leased"), (5, "committed")]
 )
-def test_after_kill_9_the_ledger_holds_every_finished_call_and_no_part_of_another(
+def test_b58_after_kill_9_the_ledger_holds_every_finished_call_and_no_part_of_another(
     tmp_path: Path, point: int, expected: str | None
 ) -> None:
     path = tmp_path / "ledger.sqlite"
@@ -353,22 +354,22 @@ def test_reissuing_names_the_next_attempt_of_dropped_samples_only_while_nothing_
     ledger.seal([sealed(key(0, s)) for s in range(3)])
     ledger.drop([key(0, 0)], "stale", step=1)
     ledger.drop([key(0, 1)], "all_same", step=1)
-    again = [dataclasses.replace(a.key, attempt=a.key.attempt + 1) for a in ledger.reissuable()]
-    assert again == [key(0, 0, 1)]
-    issue(ledger, *again)
-    ledger.seal([sealed(again[0])])
+    assert ledger.next_attempts(0, 3) == [(key(0, 0, 1), 1), (key(0, 1, 1), 1)]
+    again = key(0, 0, 1)
+    issue(ledger, again)
+    ledger.seal([sealed(again)])
     ledger.restore(ConsumedSet())  # the drop is undone, but its successor lives
-    assert [state(ledger, k) for k in (key(0, 0), key(0, 1), again[0])] == ["dropped", "sealed", "sealed"]
+    assert [state(ledger, k) for k in (key(0, 0), key(0, 1), again)] == ["dropped", "sealed", "sealed"]
     ledger.check_laws()
 
 
 def test_what_a_discarded_future_sampled_is_dropped_and_named_for_sampling_again() -> None:
     ledger = Ledger(":memory:")
     issue(ledger, key(0, 0), key(1, 0))
-    ledger.seal([dataclasses.replace(sealed(key(0, 0)), policy_step=0)])
-    ledger.seal([dataclasses.replace(sealed(key(1, 0)), policy_step=1)])
+    ledger.seal([make_summary(key(0, 0), oldest_step=0)])
+    ledger.seal([make_summary(key(1, 0), oldest_step=1)])
     ledger.restore(ConsumedSet())
     assert [a.key for a in ledger.attempts(states=("sealed",))] == [key(0, 0)]
     assert ledger.counts().dropped == {"future": 1}
-    assert [a.key for a in ledger.reissuable()] == [key(1, 0)]
+    assert ledger.next_attempts(1, 1) == [(key(1, 0, 1), 0)]  # the same random stream once more
     ledger.check_laws()

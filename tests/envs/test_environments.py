@@ -1,18 +1,20 @@
 import math
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import gymnasium
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from k3rl.envs.base import SPLITS, AssistantAction, ParseError, ToolCall
+from k3rl.envs.base import SPLITS, AssistantAction, Message, ParseError, ToolCall
 from k3rl.envs.calculator import CalculatorError, calculate
 from k3rl.envs.checks import check_environment
 from k3rl.envs.play import play
 from k3rl.envs.registry import make
 from k3rl.envs.schema import ArgumentError, coerce
+from k3rl.envs.tools import ToolEnvironment, tool
 from k3rl.errors import EnvError, UnknownEnvironmentError
 from k3rl.trajectory import Task
 
@@ -97,6 +99,10 @@ def test_bad_arguments_and_unparsable_text_are_observations() -> None:
     ("value", "types", "right"),
     [
         ("007", ("integer", "string"), "007"),
+        ("42", ("integer", "string"), "42"),
+        ("true", ("boolean", "string"), "true"),
+        ("1.50", ("string", "number"), "1.50"),
+        (1, ("integer", "boolean"), 1),
         (1, ("boolean",), True),
         ("42", ("integer",), 42),
         (None, ("integer", "null"), None),
@@ -132,6 +138,115 @@ def test_b20_interleaved_episodes_do_not_share_state(seed: int) -> None:
         at[i] += 1
     for env in (alone, *envs):
         env.close()
+
+
+class Notebook(ToolEnvironment):
+    """Write files and list them; right is who lists what was asked for."""
+
+    name = "notebook"
+
+    def start(self, task: Task, rng: np.random.Generator) -> tuple[Message, ...]:
+        self.files = self.new_files()
+        return (Message(role="user", content=f"write {task.split} {task.index}"),)
+
+    def new_files(self) -> list[str]:
+        return []
+
+    def grade(self, answer: str) -> float:
+        return float(sorted(self.files) == sorted(answer.split()))
+
+    def expert(self) -> "Writer":
+        return Writer()
+
+    @tool
+    def write(self, name: str) -> str:
+        """Write a file."""
+        self.files.append(name)
+        return " ".join(self.files)
+
+
+class Writer:
+    """Writes two files of its task, then answers with their names."""
+
+    def act(self, history: Sequence[Message]) -> AssistantAction:
+        names = [f"{'_'.join(history[0].content.split())}_{n}" for n in range(2)]
+        turn = sum(m.role == "tool" for m in history)
+        return call("write", name=names[turn]) if turn < 2 else AssistantAction(answer=" ".join(names))
+
+
+class SharedDefault(Notebook):
+    """A state that is a mutable default: one list for all instances and episodes."""
+
+    def new_files(self, files: list[str] = []) -> list[str]:  # noqa: B006 - the fault
+        return files
+
+
+class SharedBetweenRunning(Notebook):
+    """Begins every episode afresh, so that only episodes that overlap see each other."""
+
+    files: ClassVar[list[str]] = []  # type: ignore[misc]
+
+    def new_files(self) -> list[str]:
+        self.files.clear()
+        return self.files
+
+
+class SharedListing(Notebook):
+    """Shows the files of all episodes that overlap, and grades each by its own."""
+
+    listing: ClassVar[list[str]] = []
+
+    def new_files(self) -> list[str]:
+        self.listing.clear()
+        return []
+
+    @tool
+    def write(self, name: str) -> str:
+        """Write a file."""
+        super().write(name)
+        self.listing.append(name)
+        return " ".join(self.listing)
+
+
+def test_an_environment_that_shares_nothing_conforms() -> None:
+    check_environment(f"{__name__}:Notebook")
+
+
+class SharedScore(Notebook):
+    """Shows each episode its own files, and grades it by those of all that overlap."""
+
+    scored: ClassVar[list[str]] = []
+
+    def new_files(self) -> list[str]:
+        self.scored.clear()
+        return []
+
+    def grade(self, answer: str) -> float:
+        self.scored.extend(self.files)
+        return float(sorted(self.scored) == sorted(answer.split()))
+
+
+@pytest.mark.parametrize("environment", [SharedDefault, SharedBetweenRunning, SharedListing, SharedScore])
+def test_b20_the_conformance_check_notices_a_state_that_episodes_share(environment: type) -> None:
+    with pytest.raises((EnvError, AssertionError), match=r"instances share state|observations are not equivalent"):
+        check_environment(f"{__name__}:{environment.__name__}")
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_b20_of_two_overlapping_episodes_neither_sees_the_files_or_takes_the_reward_of_the_other(seed: int) -> None:
+    rng = random.Random(seed)
+    envs = [make(f"{__name__}:Notebook") for _ in range(2)]
+    histories = [list(env.reset(options={"task": task(i)})[0]) for i, env in enumerate(envs)]
+    rewards: list[float] = [-1.0, -1.0]
+    order = [0] * 3 + [1] * 3
+    rng.shuffle(order)
+    for i in order:
+        observation, reward, *_ = envs[i].step(Writer().act(histories[i]))
+        rewards[i] = float(reward)
+        histories[i] += observation
+        if len(histories[i]) == 2:
+            assert histories[i][1].content == f"write_train_{i}_0"
+    assert rewards == [1.0, 1.0]
 
 
 def test_stepping_a_finished_episode_is_an_error() -> None:

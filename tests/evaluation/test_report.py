@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from k3rl.errors import EnvError
-from k3rl.evaluation.report import summarise, wilson_interval
-from k3rl.trajectory import Outcome, Reward, Segment, Task, Trajectory, TrajectoryKey
+from k3rl.evaluation.report import report, wilson_interval
+from k3rl.testing.records import make_summary
+from k3rl.trajectory import Summary, TrajectoryKey
 
 
-def episode(index: int, outcome: float | None, calls: int, invalid: int, turns: int = 1) -> Trajectory:
-    reward = Reward.absent("outcome", "env") if outcome is None else Reward("outcome", outcome)
-    segments = tuple(
-        Segment(
-            kind="action",
-            token_ids=np.zeros(3, dtype=np.int32),
-            context=i - 1 if i else None,
-            follows=i - 1 if i else None,
-            rollout_logprobs=np.zeros(3, dtype=np.float32),
-            version_index=np.zeros(3, dtype=np.int32),
-            stop_reason="stop",
-            rewards=(reward,) if i == turns - 1 else (),
-        )
-        for i in range(turns)
-    )
-    return Trajectory(
-        key=TrajectoryKey(ordinal=index, sample=0),
-        task=Task(environment="e", split="test", index=index),
-        segments=segments,
-        outcome=Outcome(status="completed"),
-        stats={"tool_calls": calls, "invalid_calls": invalid},
-    )
+def episode(index: int, outcome: float | None, calls: int, invalid: int, turns: int = 1) -> Summary:
+    stats = {"tool_calls": calls, "invalid_calls": invalid}
+    return make_summary(TrajectoryKey(ordinal=index, sample=0), outcome=outcome, num_turns=turns, stats=stats)
 
 
 @pytest.mark.parametrize(
@@ -47,17 +28,17 @@ def test_nothing_scored_tells_nothing() -> None:
 
 
 def test_an_episode_that_infrastructure_failed_is_no_failure_of_the_policy() -> None:
-    report = summarise([episode(0, 1.0, 2, 0), episode(1, None, 0, 0)])
-    assert (report.success, report.num_tasks, report.num_failed) == (1.0, 2, 1)
+    found = report([episode(0, 1.0, 2, 0), episode(1, None, 0, 0)])
+    assert (found.success, found.num_tasks, found.num_failed) == (1.0, 2, 1)
 
 
 def test_b10_call_validity_is_pooled_over_calls_and_turns_over_episodes() -> None:
-    report = summarise([episode(0, 1.0, 1, 1, turns=2), episode(1, 0.0, 9, 0, turns=8)])
-    assert report.valid_call_frac == pytest.approx(0.9)
-    assert report.success == 0.5
-    assert report.turns == 5.0
+    found = report([episode(0, 1.0, 1, 1, turns=2), episode(1, 0.0, 9, 0, turns=8)])
+    assert found.valid_call_frac == pytest.approx(0.9)
+    assert found.success == 0.5
+    assert found.turns == 5.0
 
 
 def test_an_evaluation_in_which_nothing_was_scored_is_an_error_and_not_zero() -> None:
     with pytest.raises(EnvError, match="not one of 2 episodes was scored"):
-        summarise([episode(0, None, 0, 0), episode(1, None, 0, 0)])
+        report([episode(0, None, 0, 0), episode(1, None, 0, 0)])

@@ -104,6 +104,14 @@ def test_b40_recurrence_starts_afresh_at_a_boundary() -> None:
         torch.testing.assert_close(out[:3], torch.tensor([1.0, 2.25, 4.0]))
 
 
+def test_b40_recurrence_that_does_not_start_afresh_leaks() -> None:
+    """What the numbers of the test above would be without the boundary: they can tell."""
+    ones, v = torch.ones(1, 3, 1, 1), torch.tensor([2.0, 4.0, 8.0]).view(1, 3, 1, 1)
+    g, beta = torch.full((1, 3, 1, 1), math.log(0.5)), torch.full((1, 3, 1), 0.5)
+    for form in (kda_recurrent, kda_tiles):
+        torch.testing.assert_close(form(ones, ones, v, g, beta)[0].flatten(), torch.tensor([1.0, 2.25, 4.5625]))
+
+
 def test_b40_convolution_sees_no_token_of_its_neighbour() -> None:
     weight = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
     x = torch.arange(1.0, 6.0).unsqueeze(1)
@@ -155,6 +163,26 @@ def test_b50_prefill_then_decode_equals_prefill_and_unknown_keywords_are_refused
         torch.testing.assert_close(state, final)
     with pytest.raises(TypeError):
         _run(kda_tiles, _inputs(1), True, transpose_state=True)
+
+
+def test_b50_a_square_state_is_keys_by_values_when_it_is_read_and_when_it_is_written() -> None:
+    """Rows by columns are keys by values; with K = V nothing but numbers tells a transposed state."""
+    inputs = _inputs(1)
+    q, k, z, b = inputs[0], l2norm(inputs[1]), inputs[3], torch.sigmoid(inputs[4])
+    v, state = inputs[2][..., :K], inputs[5][..., :K]
+    g = -torch.rand_like(z)
+    decayed = g[:, 0].exp().unsqueeze(-1) * state
+    error = b[:, 0].unsqueeze(-1) * (v[:, 0] - (decayed * k[:, 0].unsqueeze(-1)).sum(-2))
+    written = decayed + k[:, 0].unsqueeze(-1) * error.unsqueeze(-2)
+    read = (written * q[:, 0].unsqueeze(-1)).sum(-2)
+    for form in (kda_recurrent, kda_tiles):
+        out, after = form(q, k, v, g, b, state)
+        torch.testing.assert_close(out[:, 0], read)
+        torch.testing.assert_close(after, written)
+    by_head: Any = [x.transpose(1, 2) for x in (k, v, g, b.unsqueeze(-1))]
+    out, after = kda_decode(q[:, 0], *by_head, state_NHKV=state)
+    torch.testing.assert_close(out, read)
+    torch.testing.assert_close(after, written)
 
 
 def test_a_text_that_repeats_itself_costs_no_digits() -> None:

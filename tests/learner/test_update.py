@@ -58,7 +58,7 @@ def flat_gradient(policy: ToyPolicy) -> torch.Tensor:
 
 
 def random_plan(rng: random.Random, indices: list[int]) -> list[list[int]]:
-    """Samples dealt to ranks and micro-batches; a part that got none is left out."""
+    """Samples dealt to ranks and micro-batches; a part that got none is left out, sample 5 may be alone in one."""
     parts: list[list[int]] = [[] for _ in range(rng.choice([1, 2, 4]) * rng.choice([1, 2, 8]))]
     for n in rng.sample(indices, len(indices)):
         rng.choice(parts).append(n)
@@ -72,6 +72,7 @@ def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normalise
     config = ObjectiveConfig(preset=preset, normaliser=normaliser, entropy_coef=entropy)  # type: ignore[arg-type]
     objective = resolve(config, horizon=32)
     trajectories, rewards = make_batch()
+    rewards[5] = None  # nothing of it is trained: alone in a part it takes part and adds 0
     batch = build_batch(trajectories, rewards)
     policy = ToyPolicy()
     with_value = objective.needs_value
@@ -127,7 +128,9 @@ def test_b33_a_gradient_that_is_not_finite_changes_nothing_and_three_in_a_row_st
     tensors, _ = learner.state_dict()
     before = weights_digest(learner.policy.state_dict())
     parameter = dict(learner.policy.named_parameters())["lm_head.weight"]
-    hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, poison))
+    one_entry = torch.zeros_like(parameter)
+    one_entry[0, 0] = poison
+    hook = parameter.register_hook(lambda gradient: gradient + one_entry)
     for i in range(3):
         if i < 2:
             assert learner.update(trajectories, rewards)["train/skipped_updates"] == 1
@@ -167,6 +170,22 @@ def test_b34_the_temperature_scales_logprob_and_entropy_alike_and_never_the_valu
     want = policy.values(torch.tensor([[2.0, 0.0]])).detach()
     assert vectors.value is not None
     assert torch.allclose(vectors.value, want)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_b34_the_reference_is_scored_at_the_temperature_that_sampled(temperature: float) -> None:
+    trajectories, rewards = make_batch(8)
+    sampled = [dataclasses.replace(t, temperature=temperature) for t in trajectories]
+    objective = resolve(ObjectiveConfig(preset="grpo", kl_coef=0.1))
+    config = LearnerConfig(micro_batch_tokens=40)
+    learner = Learner(ToyPolicy(), objective, config, total_steps=5, reference=ToyPolicy())
+    assert learner.update(sampled, rewards)["train/reference_kl"] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_b34_a_batch_sampled_at_two_temperatures_is_refused() -> None:
+    trajectories, rewards = make_batch(2)
+    with pytest.raises(ValueError, match=r"one temperature, got \[0\.5, 1\.0\]"):
+        build_batch([trajectories[0], dataclasses.replace(trajectories[1], temperature=0.5)], rewards)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -215,7 +234,7 @@ def test_a_resumed_learner_takes_the_bitwise_identical_next_step(name: str) -> N
     tensors, counters = first.state_dict()
     weights = {k: v.clone() for k, v in first.policy.state_dict().items()}
     second = make_learner(ToyPolicy(seed=9), preset="ppo", name=name)
-    second.policy.load_state_dict(weights)  # type: ignore[attr-defined]
+    second.policy.load_state_dict(weights)
     second.load_state_dict(tensors, json.loads(json.dumps(counters)))
     assert weights_digest(first.policy.state_dict()) == weights_digest(second.policy.state_dict())
     for learner in (first, second):

@@ -12,7 +12,7 @@ from k3rl.config import ObjectiveConfig
 from k3rl.errors import ConfigError
 from k3rl.objective import TokenVectors, build_batch, resolve
 from k3rl.objective.advantage import Baseline, Std, compute_gae, compute_group_advantages, whiten
-from k3rl.objective.batch import ObjectiveBatch, credit_to_actions
+from k3rl.objective.batch import ObjectiveBatch
 from k3rl.objective.kl import k1, k2, k3
 from k3rl.objective.normaliser import NORMALISERS
 from k3rl.objective.presets import PRESETS
@@ -128,6 +128,20 @@ def test_b04_a_sample_without_trained_tokens_moves_no_baseline_and_an_absent_one
     assert batch.weights.tolist() == [0.5, 0.5] + [0.0] * 9
 
 
+def test_b04_a_reward_on_a_rejected_token_contributes_nothing() -> None:
+    objective = resolve(ObjectiveConfig(preset="grpo", std="none"))
+    batch = build_batch([single_turn(2), single_turn(2)], [np.zeros(2)] * 2)
+    # one column a token: the first sample earned 1 on its second token, which was rejected
+    batch = dataclasses.replace(
+        batch,
+        rewards=torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=torch.float64),
+        action_mask=torch.tensor([True, False, True, True]),
+    )
+    prepared = objective.prepare(batch)
+    assert prepared.advantages is not None
+    assert prepared.advantages.tolist() == [0, 0, 0, 0]
+
+
 def test_b05_the_filter_looks_at_the_metric_that_was_named() -> None:
     assert no_signal_reason([0, 0, 0, 0]) == "all_same"
     assert no_signal_reason([0.0, 0.01, 0.02, 0.03]) is None
@@ -175,9 +189,30 @@ def test_b08_masked_values_change_neither_loss_nor_gradient(poison: float) -> No
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("preset", ["grpo", "gspo"])
+@pytest.mark.parametrize("normaliser", ["tokens", "sequences", "trajectories", "constant"])
+def test_b08_a_mean_over_a_sample_leaves_its_masked_entries_out(normaliser: str, preset: str) -> None:
+    objective = resolve(ObjectiveConfig(preset=preset, normaliser=normaliser), horizon=2)  # type: ignore[arg-type]
+    parts = [segment("prompt", 1, None), segment("action", 2, 0, follows=0), segment("observation", 2, 1, follows=1)]
+    batch = objective.prepare(build_batch([trajectory(*parts)], [np.zeros(3)]))
+    batch = dataclasses.replace(batch, advantages=torch.tensor([1.0, 1, 10, 10]))
+    assert batch.action_mask.tolist() == [True, True, False, False]
+    assert float(objective.loss(vectors_for(batch), batch)[0]) == pytest.approx(-1.0)
+
+
 def test_b08_the_mean_of_advantages_two_and_minus_one_is_minus_a_half() -> None:
     loss = (compute_weights("tokens", 2) * clip_loss(torch.ones(2), torch.tensor([2.0, -1.0]))).sum()
     assert float(loss) == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(("preset", "normaliser"), [("gspo", "sequences"), ("grpo", "tokens"), ("grpo", "constant")])
+def test_b11_the_ratio_of_every_token_is_reported_in_every_mode(preset: str, normaliser: str) -> None:
+    config = ObjectiveConfig(preset=preset, normaliser=normaliser, epochs=2)  # type: ignore[arg-type]
+    objective = resolve(config, horizon=8)
+    batch = objective.prepare(build_batch([single_turn(3, logprobs=[0.5, -2.5, 0.2])], [np.zeros(2)]))
+    _, metrics = objective.loss(vectors_for(batch), batch)
+    assert metrics["train/ratio"] == pytest.approx(4.535919, abs=1e-5)
+    assert metrics["train/ratio_max"] == pytest.approx(12.182494, abs=1e-5)
 
 
 @pytest.mark.parametrize("clip_high", [0.2, 4.0, 100.0])
@@ -207,6 +242,22 @@ def test_b12_k3_is_finite_with_a_live_gradient_of_the_right_sign() -> None:
     assert float(policy.grad[1]) == pytest.approx(0.632121, abs=1e-6)
 
 
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo"])
+def test_b12_minimising_the_loss_moves_the_policy_towards_the_reference(preset: str) -> None:
+    objective = resolve(ObjectiveConfig(preset=preset, kl_coef=0.5))
+    batch = build_batch([single_turn(2, logprobs=[-1.0, -1.0])], [np.zeros(2)])
+    batch = dataclasses.replace(batch, reference_logprobs=torch.tensor([-2.0, -1.0]))
+    logprob = torch.tensor([-1.0, -1.0], requires_grad=True)
+    vectors = vectors_for(batch, logprob, torch.zeros(2))
+    prepared = dataclasses.replace(objective.prepare(batch, vectors), advantages=torch.zeros(2))
+    loss, metrics = objective.loss(vectors, prepared)
+    loss.backward()
+    assert logprob.grad is not None
+    # coefficient 0.5, mean over 2 tokens; the second token is where the reference is
+    assert logprob.grad.tolist() == pytest.approx([0.5 / 2 * 0.632121, 0.0], abs=1e-6)
+    assert metrics["train/reference_kl"] == pytest.approx((math.exp(-1.0) + 1 - 1) / 2, abs=1e-6)
+
+
 def test_b15_the_value_of_a_masked_token_is_never_read() -> None:
     objective = resolve(ObjectiveConfig(preset="ppo", std="none"))
     parts = [segment("prompt", 1, None), segment("action", 1, 0, follows=0), segment("action", 1, 1, follows=1)]
@@ -219,12 +270,27 @@ def test_b15_the_value_of_a_masked_token_is_never_read() -> None:
 
 
 def test_b17_a_reward_on_an_observation_goes_to_the_last_action_before_it() -> None:
-    credited = credit_to_actions([0, 0, 0, 1], [True, True, False, False])
-    assert credited == [0, 1, 0, 0]
-    assert gae(credited[:2], [0, 0], 0.9, 1.0) == pytest.approx([0.9, 1.0])
-    assert gae(credited[:2], [0, 0], 0.0, 1.0) == [0, 1]
     parts = [segment("prompt", 1, None), segment("action", 2, 0, follows=0), segment("observation", 2, 1, follows=1)]
-    assert build_batch([trajectory(*parts)], [np.array([0.0, 0.0, 1.0])]).rewards.tolist() == [0, 1, 0, 0]
+    batch = build_batch([trajectory(*parts)], [np.array([0.0, 0.0, 1.0])])
+    assert batch.rewards.tolist() == [0, 1, 0, 0]
+    assert [chain.rewards for chain in batch.chains] == [(1.0,)]
+    credited = batch.rewards[batch.action_mask].tolist()
+    assert gae(credited, [0, 0], 0.9, 1.0) == pytest.approx([0.9, 1.0])
+    assert gae(credited, [0, 0], 0.0, 1.0) == [0, 1]
+
+
+@pytest.mark.parametrize("observed", [0, 1, 2])
+def test_b17_a_terminal_reward_sits_on_the_last_sampled_token_whatever_follows_it(observed: int) -> None:
+    parts = [segment("prompt", 1, None), segment("action", 3, 0, follows=0)]
+    if observed:
+        parts.append(segment("observation", observed, 1, follows=1))
+    batch = build_batch([trajectory(*parts)], [np.array([0.0, 1.0, 0.0][: len(parts)])])
+    assert batch.rewards.tolist() == [0, 0, 1] + [0] * observed
+    by_turn = resolve(ObjectiveConfig(preset="ppo", std="none", gamma=0.0))
+    objective = dataclasses.replace(by_turn, advantage="gae_token")
+    prepared = objective.prepare(batch, vectors_for(batch, value=torch.zeros(3 + observed)))
+    assert prepared.advantages is not None
+    assert prepared.advantages.tolist() == [0, 0, 1] + [0] * observed
 
 
 def test_b18_truncated_bootstraps_and_terminated_does_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,9 @@ from k3rl.config import EnvironmentConfig
 from k3rl.envs.base import AssistantAction, Message, ToolCall
 from k3rl.envs.registry import make
 from k3rl.errors import EngineError
+from k3rl.objective import build_batch
+from k3rl.rewards.base import evaluate
+from k3rl.rewards.scoring import RECORDED
 from k3rl.rollout.agent_loop import AgentLoop, EpisodeSpec
 from k3rl.rollout.chat_format import ChatFormat, make_chat_format, make_tokenizer
 from k3rl.rollout.demonstrations import DEMONSTRATOR, DemonstrationLoop
@@ -71,7 +75,7 @@ def _outcome_rewards(trajectory: Trajectory) -> list[float | None]:
     return [r.value for s in trajectory.segments for r in s.rewards if r.name == "outcome"]
 
 
-def test_what_was_sampled_stands_in_the_trajectory_as_it_was_sampled() -> None:
+def test_b27_what_was_sampled_stands_in_the_trajectory_as_it_was_sampled() -> None:
     config = _config()
     chat_format = _format(config)
     # "more" spelt letter by letter: whoever renders the history again would write the whole word
@@ -91,6 +95,31 @@ def test_what_was_sampled_stands_in_the_trajectory_as_it_was_sampled() -> None:
         assert segment.rollout_logprobs is not None
         assert segment.rollout_logprobs.tolist() == [-float(i) for i in range(len(segment))]
     assert trajectory.versions == (SCRIPTED,)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_b21_turns_that_tokenising_again_would_shorten_keep_ids_mask_and_logprobs_of_one_length(seed: int) -> None:
+    rng = random.Random(seed)
+    chat_format = _format(_config())
+    marker, encode = chat_format.tokenizer.marker, chat_format.tokenizer.encode
+    spelt = [i for letter in "more" for i in encode(letter)]
+    assert len(encode("more")) < len(spelt)
+
+    def call() -> list[int]:
+        return [marker("<|call|>"), *rng.choice([spelt, spelt, encode("more")]), marker("<|end|>")]
+
+    turns = [call() for _ in range(rng.randrange(1, 5))]
+    answer = chat_format.render_action(AssistantAction(answer=str(len(turns))))
+    (trajectory,), _, _ = _play([*turns, answer])
+    assert _outcome_rewards(trajectory) == [1.0]
+    batch = build_batch([trajectory], [np.zeros(len(trajectory.segments))])
+    (sample,) = batch.samples
+    assert sample.ids.tolist() == _ids(trajectory)
+    targets = trajectory.num_tokens - 1
+    assert (len(batch.action_mask), len(batch.rollout_logprobs)) == (targets, targets)
+    assert sample.ids[1:][batch.action_mask].tolist() == [i for turn in [*turns, answer] for i in turn]
+    logprobs = [-float(n) for turn in [*turns, answer] for n in range(len(turn))]
+    assert batch.rollout_logprobs[batch.action_mask].tolist() == logprobs
 
 
 def test_only_new_messages_are_rendered_and_each_turn_continues_its_handle() -> None:
@@ -121,7 +150,7 @@ def test_a_reward_sits_on_the_action_that_earned_it() -> None:
     assert trajectory.stats == {"tool_calls": 3.0, "invalid_calls": 0.0, "milestones": 2.0}
 
 
-def test_a_turn_cut_by_its_length_truncates_the_episode_with_outcome_0() -> None:
+def test_b23_a_turn_cut_by_its_length_truncates_the_episode_with_outcome_0() -> None:
     ids = _format(_config()).tokenizer.encode("more and more and more")
     (trajectory,), _, _ = _play([MORE, ids], max_tokens_per_turn=8)
     assert trajectory.outcome == Outcome(status="truncated", limit="turn_tokens")
@@ -132,7 +161,7 @@ def test_a_turn_cut_by_its_length_truncates_the_episode_with_outcome_0() -> None
 
 
 @pytest.mark.parametrize("room", [0, 1])
-def test_a_context_without_room_for_a_turn_ends_the_episode_before_it(room: int) -> None:
+def test_b23_a_context_without_room_for_a_turn_ends_the_episode_before_it(room: int) -> None:
     (whole,), _, _ = _play([MORE, AssistantAction(answer="1")])
     used = sum(len(s) for s in whole.segments[:3])
     (trajectory,), engine, _ = _play([MORE, AssistantAction(answer="1")], max_episode_tokens=used + room)
@@ -158,7 +187,7 @@ def test_a_prompt_longer_than_the_context_is_a_truncated_episode_with_outcome_0(
     assert trajectory.total_reward() == 0.0
 
 
-def test_the_last_turn_truncates_the_episode_and_its_observation_is_kept() -> None:
+def test_b19_the_last_turn_truncates_the_episode_and_its_observation_is_kept() -> None:
     (trajectory,), _, _ = _play([MORE, MORE, MORE], max_turns=2)
     assert trajectory.outcome == Outcome(status="truncated", limit="max_turns")
     assert trajectory.num_turns == 2
@@ -188,7 +217,9 @@ def test_an_environment_that_breaks_fails_its_own_episode_only(fault: str) -> No
     for trajectory in trajectories[1::2]:
         assert (trajectory.outcome.status, trajectory.outcome.cause) == ("failed", "env")
         assert _outcome_rewards(trajectory) == []
-    detail = {"exit_step": "SystemExit: 3", "no_info": "KeyError: 'k3rl'"}.get(fault, f"OSError: {fault[6:]} broke")
+    detail = {"exit_step": "SystemExit: 3", "no_info": "EnvError: step() gave no StepInfo as info['k3rl']"}.get(
+        fault, f"OSError: {fault[6:]} broke"
+    )
     assert trajectories[1].outcome.detail == detail
     assert sorted(CountEnvironment.closed) == list(range(6))
 
@@ -207,7 +238,7 @@ def test_an_environment_that_cannot_close_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("where", ["reset", "step"])
-def test_environments_that_hang_fail_within_one_deadline_and_do_not_starve_the_others(where: str) -> None:
+def test_b55_environments_that_hang_fail_within_one_deadline_and_do_not_starve_the_others(where: str) -> None:
     begin = time.monotonic()
     options = {"fault": f"hang_{where}", "hang_s": 3.0}
     turns = [MORE, AssistantAction(answer="1")]
@@ -223,8 +254,8 @@ def test_environments_that_hang_fail_within_one_deadline_and_do_not_starve_the_o
     assert sorted(CountEnvironment.closed) == list(range(80))
 
 
-def test_calls_of_unknown_tools_end_by_the_turn_limit() -> None:
-    names = ["mor", "m" * 400, "start", "grade", "__init__"]
+def test_b32_calls_of_unknown_tools_end_by_the_turn_limit() -> None:
+    names = ["mor", "m" * 400, "", "grade", "__init__"]
     turns = [AssistantAction(calls=(ToolCall(name),)) for name in names]
     (trajectory,), _, chat_format = _play(turns, max_turns=5, max_tokens_per_turn=500, max_episode_tokens=2000)
     assert trajectory.outcome == Outcome(status="truncated", limit="max_turns")
@@ -236,6 +267,40 @@ def test_calls_of_unknown_tools_end_by_the_turn_limit() -> None:
         assert "error unknown_tool" in text
         assert "tools: more" in text
         assert segment.rollout_logprobs is None
+
+
+def _delay(monkeypatch: pytest.MonkeyPatch, method: str, seconds_of_odd: float, seconds_of_even: float) -> None:
+    """Make a method of the counting environment wait, by the index of its task."""
+    original = getattr(CountEnvironment, method)
+
+    def delayed(self: Any, *args: Any) -> Any:
+        time.sleep(seconds_of_odd if self._index % 2 else seconds_of_even)
+        return original(self, *args)
+
+    monkeypatch.setattr(CountEnvironment, method, delayed)
+
+
+def test_b59_scoring_has_the_time_of_a_step_however_long_the_rollout_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    _delay(monkeypatch, "more", 0.25, 0.25)
+    _delay(monkeypatch, "grade", 0.25, 0.25)
+    turns = [MORE, MORE, MORE, AssistantAction(answer="3")]
+    (trajectory,), _, _ = _play(turns, step_timeout_s=0.8)
+    assert trajectory.outcome == Outcome(status="completed")
+    assert _outcome_rewards(trajectory) == [1.0]
+
+
+def test_b59_a_hung_grader_leaves_its_reward_absent_in_time_and_the_loop_usable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _delay(monkeypatch, "grade", 3.0, 0.0)
+    for _ in range(2):
+        begin = time.monotonic()
+        trajectories, _, _ = _play([AssistantAction(answer="0")], count=4, step_timeout_s=0.3)
+        assert time.monotonic() - begin < 0.3 + 1.5
+        assert [_outcome_rewards(t) for t in trajectories] == [[1.0], [], [1.0], []]
+        assert [t.outcome.status for t in trajectories[1::2]] == ["failed"] * 2
+        entries = [evaluate("outcome", RECORDED["outcome"], t) for t in trajectories[1::2]]
+        assert [e[-1] for e in entries] == [Reward.absent("outcome", "env")] * 2
 
 
 def test_text_that_is_no_action_is_an_observation_and_not_an_end() -> None:
@@ -313,7 +378,7 @@ def test_a_finished_episode_leaves_the_engine_before_the_others_end() -> None:
     assert live[2:] == [1] * (len(live) - 2)
 
 
-def test_seeds_differ_by_turn_sample_and_attempt_and_repeat_by_run_seed() -> None:
+def test_b36_seeds_differ_by_turn_sample_and_attempt_and_repeat_by_run_seed() -> None:
     config = _config()
     chat_format = _format(config)
 

@@ -227,7 +227,7 @@ def _json_turn(name: str, text: str) -> list[int]:
     ],
     ids=["nan", "infinity", "overflow", "digits", "quotes", "empty", "duplicate", "bomb", "deep", "long"],
 )
-def test_json_that_would_lose_or_break_something_is_refused_with_its_kind(name: str, value: str, kind: str) -> None:
+def test_b30_json_that_would_lose_or_break_something_is_refused_with_its_kind(name: str, value: str, kind: str) -> None:
     text = f"[{value}]" if name == "xtml" else f'{{"k": {value}}}'
     error = FORMATS[name].parse_action(_json_turn(name, text)).error
     if name == "xtml" and value == "":
@@ -332,10 +332,10 @@ def test_xtml_text_is_k3s() -> None:
         "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>"
     )
     results = (Message("tool", "1", "find"), Message("user", "go"), Message("tool", "2", "find"))
-    assert _text(xtml, xtml.render_observation(results, first_index=3)) == (
-        '<|open|>message role="tool" tool="find" index="3"<|sep|>1<|close|>message<|sep|><|end_of_msg|>'
+    assert _text(xtml, xtml.render_observation(results)) == (
+        '<|open|>message role="tool" tool="find" index="1"<|sep|>1<|close|>message<|sep|><|end_of_msg|>'
         '<|open|>message role="user"<|sep|>go<|close|>message<|sep|><|end_of_msg|>'
-        '<|open|>message role="tool" tool="find" index="4"<|sep|>2<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="tool" tool="find" index="2"<|sep|>2<|close|>message<|sep|><|end_of_msg|>'
         '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>'
     )
 

@@ -38,6 +38,7 @@ def make(step: int) -> Checkpoint:
         step=step,
         version=PolicyVersion(incarnation=1, step=step, digest="abc"),
         model_config=MODEL,
+        vocabulary="compact 0123",
         model={"weight": weight, "bias": weight[0].bfloat16(), "empty": torch.zeros(0), "scalar": torch.tensor(3)},
         optimizer={"momentum": torch.randn(64, 33, generator=generator)},
         state={"learner_step": step, "lr": 1e-3},
@@ -99,9 +100,9 @@ def test_b57_a_truncated_or_missing_file_is_named_and_the_previous_checkpoint_is
     require_fallback(two, name)
 
 
-def test_b57_every_one_of_200_bit_flips_is_detected_and_named(two: Path) -> None:
+def test_b57_every_one_of_1000_bit_flips_is_detected_and_named(two: Path) -> None:
     random = np.random.default_rng(57)
-    for number in range(200):
+    for number in range(1000):
         name = FILES[number % len(FILES)]
         path = two / "step_000002" / name
         whole = path.read_bytes()
@@ -185,7 +186,7 @@ def test_a_failing_write_leaves_the_previous_checkpoint_and_no_visible_new_one(t
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001"]
 
 
-def test_retention_keeps_n_and_never_deletes_the_last_good_one(tmp_path: Path) -> None:
+def test_b33_retention_keeps_n_and_never_deletes_the_last_good_one(tmp_path: Path) -> None:
     for step in range(1, 6):
         save(tmp_path, make(step), keep=2)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000005", "step_000004"]
@@ -229,3 +230,10 @@ def test_a_real_kill_9_in_the_middle_of_save_leaves_the_previous_checkpoint(tmp_
     loaded = load_latest(tmp_path)
     assert loaded is not None
     require_equal(loaded.checkpoint, make(1))
+
+
+def test_a_checkpoint_of_other_token_ids_is_refused_and_both_are_named(tmp_path: Path) -> None:
+    save(tmp_path, make(1))
+    assert load_latest(tmp_path, MODEL, "compact 0123") is not None
+    with pytest.raises(CheckpointError, match=r"other token ids \(compact 0123, here xtml 0123\)"):
+        load_latest(tmp_path, MODEL, "xtml 0123")

@@ -21,9 +21,9 @@ BETAS = (0.9, 0.98)
 def build_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Make the optimiser over every parameter that requires a gradient.
 
-    Weight decay is decoupled and leaves vectors (norms, biases, gates) alone. A policy may have a method
-    ``muon_blocks() -> dict[name, heads]`` that says into how many row blocks Muon cuts a projection. The rate in the
-    groups is the peak; the learner sets the scheduled one before each step.
+    Weight decay is decoupled and leaves vectors (norms, biases, gates) alone. ``policy.muon_blocks()`` says into how
+    many row blocks Muon cuts a projection. The rate in the groups is the peak; the learner sets the scheduled one
+    before each step.
     """
     named = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
     vectors = [p for _, p in named if not _is_matrix(p)]
@@ -33,7 +33,7 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Opti
             {"params": vectors, "weight_decay": 0.0},
         ]
         return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=BETAS)
-    blocks: dict[str, int] = getattr(policy, "muon_blocks", dict)()
+    blocks = policy.muon_blocks()
     matrices = [(n, p) for n, p in named if _is_matrix(p) and not any(part in n for part in NOT_MATRICES)]
     inside = {id(p) for _, p in matrices}
     tables = [p for _, p in named if _is_matrix(p) and id(p) not in inside]
