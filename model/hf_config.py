@@ -21,6 +21,9 @@ EXTRA_FIELDS = ("state_tile", "head_init", "value_head")
 MLA_NORM_EPS = 1e-6
 """The class's default in the published code; config.json does not say it."""
 K3, LINEAR = "kimi_k3", "kimi_linear"
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Belong to the tokenizer. Where they are not said, transformers takes those of the released vocabulary, which is too
+large for another."""
 
 
 def family(config: ModelConfig) -> str:
@@ -130,16 +133,22 @@ def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
 
 
 def _read(text: Mapping[str, Any], extra: Mapping[str, Any]) -> ModelConfig:
-    linear = text["linear_attn_config"]
+    linear = _linear_attention(text)
     layers = text["num_hidden_layers"]
     mla, kda = linear["full_attn_layers"], linear["kda_layers"]
     if sorted([*mla, *kda]) != list(range(1, layers + 1)):
         raise CheckpointError(f"config.json: full_attn_layers and kda_layers must share out the layers 1 to {layers}")
     expected = {"moe_renormalize": True, "num_expert_group": 1, "moe_layer_freq": 1, "tie_word_embeddings": False}
-    expected |= {"moe_router_activation_func": "sigmoid", "mla_use_nope": True}
+    expected |= {"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "attention_bias": False}
+    expected |= {"num_key_value_heads": text["num_attention_heads"]}
     for key, value in expected.items():
         if text.get(key, value) != value:
             raise CheckpointError(f"config.json: {key} is {text[key]!r}; only {value!r} is built here")
+    if linear["num_heads"] != text["num_attention_heads"]:
+        raise CheckpointError(
+            f"config.json: KDA has {linear['num_heads']} heads and MLA {text['num_attention_heads']}; "
+            "one number is built here"
+        )
     activation = {"situ": "situ", "silu": "swiglu"}.get(text["hidden_act"])
     if activation is None:
         raise CheckpointError(f"config.json: hidden_act is {text['hidden_act']!r}; 'situ' and 'silu' are built here")
@@ -164,7 +173,7 @@ def _read(text: Mapping[str, Any], extra: Mapping[str, Any]) -> ModelConfig:
         qk_rope_dim=text["qk_rope_head_dim"],
         v_head_dim=text["v_head_dim"],
         mla_output_gate=text.get("mla_use_output_gate", False),
-        num_dense_layers=text["first_k_dense_replace"],
+        num_dense_layers=_dense_layers(text),
         dense_dim=text["intermediate_size"],
         num_experts=text["num_experts"],
         experts_per_token=text["num_experts_per_token"],
@@ -180,3 +189,31 @@ def _read(text: Mapping[str, Any], extra: Mapping[str, Any]) -> ModelConfig:
         **fields,
         **{name: value for name, value in extra.items() if name in {f.name for f in dataclasses.fields(ModelConfig)}},
     )
+
+
+def _linear_attention(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The published key, or made of what transformers writes in its place."""
+    if "linear_attn_config" in text or "layer_types" not in text:
+        return text["linear_attn_config"]
+    of_type = {
+        kind: [i + 1 for i, name in enumerate(text["layer_types"]) if name == kind]
+        for kind in ("full_attention", "linear_attention")
+    }
+    return {
+        "full_attn_layers": of_type["full_attention"],
+        "kda_layers": of_type["linear_attention"],
+        "num_heads": text["linear_num_heads"],
+        "head_dim": text["linear_head_dim"],
+        "short_conv_kernel_size": text["linear_conv_kernel_dim"],
+    }
+
+
+def _dense_layers(text: Mapping[str, Any]) -> int:
+    """The published key, or what transformers writes, which wins there if both stand."""
+    types = text.get("mlp_layer_types")
+    if types is None:
+        return text["first_k_dense_replace"]
+    num = types.count("dense")
+    if types != ["dense"] * num + ["sparse"] * (len(types) - num):
+        raise CheckpointError(f"config.json: mlp_layer_types is {types!r}; only leading layers are dense here")
+    return num

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from k3rl.errors import CheckpointError
-from k3rl.model.hf_config import K3, family, from_hf_config, to_hf_config
+from k3rl.model.hf_config import K3, SPECIAL_TOKENS, family, from_hf_config, to_hf_config
 from k3rl.model.mxfp4 import BLOCK, pack_mxfp4, unpack_mxfp4
 from k3rl.model.transformer import K3Model
 
@@ -43,6 +43,9 @@ MXFP4_CONFIG: dict[str, Any] = {
     },
     "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "lm_head"],
 }
+
+OTHER_SPELLING = re.compile(r"(\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
+"""Dense feed-forwards in folders that transformers wrote: on saving it renames every ``mlp``."""
 
 ExpertFormat = Literal["plain", "mxfp4"]
 Read = Callable[[str], torch.Tensor]
@@ -172,11 +175,15 @@ class Shards:
         else:
             files = ["model.safetensors"]
         self._owner: dict[str, Any] = {}
+        self._spelt: dict[str, str] = {}
         for file in files:
             if not (folder / file).is_file():
                 raise CheckpointError(f"{folder} has no {file}, which its index names")
             opened = safe_open(folder / file, framework="pt")
-            self._owner |= dict.fromkeys(opened.keys(), opened)
+            names = opened.keys()  # safe_open is no mapping
+            spelt = {OTHER_SPELLING.sub(r"\1.mlp.\2", name): name for name in names}
+            self._owner |= dict.fromkeys(spelt, opened)
+            self._spelt |= spelt
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._owner)
@@ -186,11 +193,11 @@ class Shards:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._owner[name].get_slice(name).get_shape())
+        return tuple(self._owner[name].get_slice(self._spelt[name]).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
-        return self._owner[name].get_tensor(name)
+        return self._owner[name].get_tensor(self._spelt[name])
 
     @property
     def expert_format(self) -> ExpertFormat:
@@ -300,7 +307,8 @@ def write_folder(
     folder = Path(folder)
     if folder.exists():
         raise CheckpointError(f"{folder} exists; choose another folder, nothing is overwritten")
-    values = to_hf_config(config)  # refused before anything is written
+    values = dict.fromkeys(SPECIAL_TOKENS) if like is None else {}
+    values |= to_hf_config(config)  # refused before anything is written
     plan = layout(config, experts)
     source = None if like is None else Shards(Path(like))
     draft = folder.with_name(f".{folder.name}.part")

@@ -125,6 +125,26 @@ def test_vision_tensors_tokenizer_files_and_unknown_keys_travel_along(tmp_path: 
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == values
 
 
+def test_a_folder_in_the_form_that_transformers_gives_it_is_read(tmp_path: Path) -> None:
+    """It renames dense feed-forwards, and its own configurations have other keys; tests/oracles has it write one."""
+    save_pretrained(_model(LINEAR), tmp_path / "a")
+    values = json.loads((tmp_path / "a" / "config.json").read_text())
+    del values["linear_attn_config"], values["first_k_dense_replace"], values["mla_use_nope"]
+    values |= {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2, "linear_conv_kernel_dim": 4}
+    values |= {"linear_head_dim": 32, "linear_num_heads": 2, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "config.json").write_text(json.dumps(values))
+    tensors = load_file(tmp_path / "a" / "model-00001-of-00001.safetensors")
+    renamed = {name.replace(".mlp.", ".block_sparse_moe."): tensor for name, tensor in tensors.items()}
+    assert renamed.keys() != tensors.keys()
+    save_file(renamed, tmp_path / "b" / "model.safetensors")
+    loaded = from_pretrained(tmp_path / "b")
+    assert loaded.config == LINEAR
+    assert torch.equal(_logits(loaded), _logits(_model(LINEAR)))
+    save_pretrained(loaded, tmp_path / "c")
+    assert _digests(tmp_path / "c") == _digests(tmp_path / "a")
+
+
 def _edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     path = folder / "model-00001-of-00001.safetensors"
     tensors = load_file(path)
@@ -192,6 +212,10 @@ def test_configurations_survive_config_json(name: str) -> None:
         ("num_expert_group", 8, "num_expert_group is 8"),
         ("model_type", "llama", "model_type"),
         ("num_hidden_layers", 9, "layers 1 to 9"),
+        ("attention_bias", True, "attention_bias is True"),
+        ("num_key_value_heads", 1, "num_key_value_heads is 1"),
+        ("num_attention_heads", 4, "num_key_value_heads is 2; only 4"),
+        ("mlp_layer_types", ["dense", "sparse", "dense", "sparse"], "only leading layers are dense"),
     ],
 )
 def test_what_a_config_json_asks_for_and_is_not_built_is_named(key: str, value: object, named: str) -> None:
