@@ -1,11 +1,11 @@
-"""``k3rl train | sft | eval | doctor``. Heavy imports happen inside the commands, so that ``--help`` is quick."""
+"""The ``k3rl`` command. Heavy imports happen inside the subcommands, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -93,6 +93,32 @@ def doctor(config_path: ConfigPath, overrides: Overrides = None) -> None:
 
         if not examine(load_config(config_path, overrides or [])):
             raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a published checkpoint, or runs/NAME/checkpoints/step_...")],
+    target: Annotated[Path, typer.Argument(help="New folder, in Hugging Face's layout.")],
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Left out: as it is.")] = None,
+    experts: Annotated[Literal["plain", "mxfp4"] | None, typer.Option(help="How experts are stored.")] = None,
+    max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Size of a file.")] = 5.0,
+) -> None:
+    """Write a checkpoint in another form, tensor by tensor: Kimi K3 or Kimi Linear, plain or MXFP4 experts."""
+    with _user_errors():
+        from k3rl.runtime.convert import convert_folder
+
+        convert_folder(source, target, dtype=dtype, experts=experts, max_shard_gib=max_shard_gib)
+
+
+@app.command()
+def sizes(
+    models: Annotated[list[Path], typer.Argument(help="Files of configs/model/, or folders of published checkpoints.")],
+) -> None:
+    """Print parameters, active parameters, and the bytes of a token's cache and of a sequence's state."""
+    with _user_errors():
+        from k3rl.runtime.convert import print_sizes
+
+        print_sizes(models)
 
 
 @app.command()

@@ -5,7 +5,7 @@ omegaconf object leaves this package. A key that does not exist, a value of the 
 raises :class:`ConfigError` that names the key and, where there is one, the key that was probably meant.
 """
 
-from k3rl.config.load import from_dict, load_config, load_model_config, to_dict
+from k3rl.config.load import from_dict, load_config, load_model_config, model_from_dict, to_dict
 from k3rl.config.schema import (
     TILE_ROWS,
     BufferConfig,
@@ -35,5 +35,6 @@ __all__ = [
     "from_dict",
     "load_config",
     "load_model_config",
+    "model_from_dict",
     "to_dict",
 ]

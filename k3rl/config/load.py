@@ -32,6 +32,11 @@ def to_dict(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
+def model_from_dict(values: dict[str, Any]) -> ModelConfig:
+    """Rebuild a model's config from what :func:`to_dict` made (the manifest of a checkpoint)."""
+    return _build(ModelConfig, values, [], Path("manifest.json"))
+
+
 def from_dict(values: dict[str, Any]) -> RunConfig:
     """Rebuild a run's config from what :func:`to_dict` made (the ``config.json`` of a run folder)."""
     return _build(RunConfig, values, [], Path("config.json"))

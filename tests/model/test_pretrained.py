@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from k3rl.config import ModelConfig, load_model_config
 from k3rl.errors import CheckpointError, ConfigError
 from k3rl.model.batch import TokenBatch
-from k3rl.model.config import count_parameters
+from k3rl.model.config import cache_bytes, count_parameters, kda_state_bytes
 from k3rl.model.hf_config import from_hf_config, to_hf_config
 from k3rl.model.pretrained import INDEX, convert, from_pretrained, layout, save_pretrained
 from k3rl.model.transformer import K3Model
@@ -239,3 +239,17 @@ def test_the_released_model_has_the_parameters_and_tensors_that_its_report_count
     assert stored == 2_779_484_478_208
     assert stored == total + 92 * 896 + 2 * 7168 + 69 * 32  # biases, the unused mix of layer 0, the padding of A_log
     assert round(active / 1e9, 2) == 104.19
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "token", "state"),
+    [
+        ("k3", 2_779_484_379_232, 104_189_515_872, 27_648, 434_110_464),
+        ("kimi_linear_48b", 49_122_675_072, 3_106_965_888, 8_064, 41_943_040),
+    ],
+)
+def test_sizes_of_the_published_models(name: str, total: int, active: int, token: int, state: int) -> None:
+    config = load_model_config(MODELS / f"{name}.yaml")
+    assert count_parameters(config) == (total, active)
+    assert cache_bytes(config, 1) - cache_bytes(config, 0) == token
+    assert kda_state_bytes(config) == state

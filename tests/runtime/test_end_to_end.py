@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
 from k3rl.buffer.ledger import Attempt, Ledger
 from k3rl.cli.app import app
+from k3rl.model.pretrained import from_pretrained
 from k3rl.observe.tracker import read_metrics
 from k3rl.runtime.event_log import check_order, read_events
 from k3rl.weights.checkpoint import load, verify
@@ -367,6 +369,21 @@ def test_a_run_folder_belongs_to_one_run(undisturbed: Job, tmp_path: Path) -> No
     assert (code, "rollout.group_size, seed" in output) == (2, True), output
     code, output = k3rl("train", job(tmp_path, "g").config, "--resume")
     assert (code, "nothing to resume" in output) == (2, True), output
+
+
+def test_a_runs_checkpoint_becomes_a_published_folder_and_back(undisturbed: Job, tmp_path: Path) -> None:
+    checkpoint = undisturbed.folder / f"checkpoints/step_{STEPS:06d}"
+    code, output = k3rl("convert", checkpoint, tmp_path / "a")
+    assert code == 0, output
+    loaded, kept = from_pretrained(tmp_path / "a").state_dict(), load(checkpoint).model
+    assert loaded.keys() == kept.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in kept.items())
+    code, output = k3rl("convert", tmp_path / "a", tmp_path / "b", "--experts", "mxfp4", "--dtype", "bfloat16")
+    assert (code, "experts mxfp4" in output) == (0, True), output
+    code, output = k3rl("sizes", tmp_path / "b", ROOT / "configs/model/k3.yaml")
+    assert (code, "271,588" in output, "2,779,484,379,232" in output) == (0, True, True), output
+    code, output = k3rl("convert", tmp_path / "a", tmp_path / "b")
+    assert (code, "nothing is overwritten" in output) == (1, True), output
 
 
 def test_a_checkpoint_of_another_model_is_refused(undisturbed: Job, tmp_path: Path) -> None:
