@@ -50,7 +50,7 @@ def print_sizes(paths: Sequence[Path]) -> None:
                 "parameters": f"{total:,}",
                 "active": f"{active:,}",
                 "B/token": f"{cache_bytes(config, 1) - cache_bytes(config, 0):,}",
-                "B/sequence": f"{kda_state_bytes(config):,}",
+                "state MB": f"{kda_state_bytes(config) / 1e6:.2f}",
             }
         )
-    table("Sizes; latents of a token in bfloat16, KDA state of a sequence in float32", rows)
+    table("Sizes; latents of a token in bfloat16, KDA states of a sequence in float32", rows)
