@@ -51,7 +51,8 @@ class ForwardOutput:
     hidden: torch.Tensor  # [T, D], after the final norm: what the output head and the value head read
     cache: Cache | None  # covers everything up to and including these tokens; None when none was given
     routes: torch.Tensor | None  # [T, L, k] int64 expert ids that were used; None for a model without experts
-    stats: dict[str, torch.Tensor] = field(default_factory=dict)  # detached monitors, e.g. "moe_load" [L, E]
+    stats: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Detached sums over the tokens, in training mode: ``moe_load`` [L, E], ``moe_routing_entropy`` [L], ``tokens``."""
 
 
 @dataclass(frozen=True, slots=True)

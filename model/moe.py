@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from k3rl.kernels.moe import apply_experts, qb_histogram, qb_update, route, router_scores
+from k3rl.kernels.moe import (
+    apply_experts,
+    expert_load,
+    load_quantile_update,
+    qb_histogram,
+    qb_update,
+    route,
+    router_scores,
+)
 from k3rl.model.layers import FeedForward, RMSNorm, activation, linear
 
 if TYPE_CHECKING:
@@ -49,14 +57,19 @@ class SparseMoE(nn.Module):
         self.shared_experts = FeedForward(c.hidden_size, c.shared_dim, self.activate)
         self.observer: Callable[[torch.Tensor], None] | None = None
 
-    def forward(self, inputs_TD: torch.Tensor, replay_Tk: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output [T, D] and the expert ids used [T, k]; rows of ``replay_Tk`` that are not -1 are replayed."""
+    def forward(
+        self, inputs_TD: torch.Tensor, replay_Tk: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output [T, D], the expert ids used [T, k] and all scores [T, E], detached.
+
+        Rows of ``replay_Tk`` that are not -1 are replayed.
+        """
         scores_TE = router_scores(inputs_TD, self.gate.weight)
         if self.observer is not None:
             self.observer(scores_TE.detach())
         ids_Tk, weights_Tk = route(scores_TE, self.gate.e_score_correction_bias, self.top_k, replay_Tk)
         routed = self._routed(inputs_TD, ids_Tk, weights_Tk * self.scale)
-        return routed + self.shared_experts(inputs_TD), ids_Tk
+        return routed + self.shared_experts(inputs_TD), ids_Tk, scores_TE.detach()
 
     def _routed(self, inputs_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
         w = self.experts
@@ -77,16 +90,17 @@ class LatentMoE(SparseMoE):
         return self.routed_expert_up_proj(self.routed_expert_norm(combined))
 
 
-class QuantileBalancer:
-    """Collects router histograms while observing; :meth:`step` moves the biases so that loads become even.
+class Balancer:
+    """Counts what routers do while observing; :meth:`step` moves the selection biases so that loads become even.
 
-    Not used in reinforcement learning, where a moving bias would change the policy between rollout and update.
+    Not used in reinforcement learning, where a moving bias would change the policy between rollout and update. New
+    biases take effect with the next step, so that nothing a token is routed by depends on the tokens after it.
     """
 
     def __init__(self, layers: Sequence[SparseMoE]) -> None:
         self._layers = list(layers)
         self.counts: list[torch.Tensor | None] = [None] * len(self._layers)
-        """Histogram [E, B] int64 of each layer; sum it over data-parallel ranks before ``step``."""
+        """Integer counts of each layer; sum them over data-parallel ranks before ``step``."""
 
     @contextmanager
     def observe(self) -> Iterator[None]:
@@ -104,15 +118,47 @@ class QuantileBalancer:
         for layer, counts in zip(self._layers, self.counts, strict=True):
             if counts is not None:
                 bias = layer.gate.e_score_correction_bias
-                bias.copy_(qb_update(counts, bias, layer.top_k))
+                bias.copy_(self._update(counts, bias, layer.top_k))
         self.counts = [None] * len(self._layers)
+
+    def _count(self, scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
+        """Integer counts of one forward, which add up."""
+        raise NotImplementedError
+
+    def _update(self, counts: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
+        """Next bias."""
+        raise NotImplementedError
 
     def _observer(self, index: int) -> Callable[[torch.Tensor], None]:
         layer = self._layers[index]
 
         def add(scores_TE: torch.Tensor) -> None:
-            counts = qb_histogram(scores_TE, layer.gate.e_score_correction_bias, layer.top_k)
+            counts = self._count(scores_TE, layer.gate.e_score_correction_bias, layer.top_k)
             before = self.counts[index]
             self.counts[index] = counts if before is None else before + counts
 
         return add
+
+
+class QuantileBalancer(Balancer):
+    """Quantile Balancing (K3 report §2.3.3): histograms [E, B] of required biases, and no step size."""
+
+    def _count(self, scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
+        return qb_histogram(scores_TE, bias_E, top_k)
+
+    def _update(self, counts: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
+        return qb_update(counts, bias_E, top_k)
+
+
+class LoadQuantileBalancer(Balancer):
+    """The plain rule on loads [E], for comparison: a fixed step down above one quantile, up below another."""
+
+    def __init__(self, layers: Sequence[SparseMoE], step: float = 1e-2, low: float = 0.25, high: float = 0.75) -> None:
+        super().__init__(layers)
+        self._step, self._low, self._high = step, low, high
+
+    def _count(self, scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
+        return expert_load(route(scores_TE, bias_E, top_k)[0], scores_TE.shape[1])
+
+    def _update(self, counts: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
+        return load_quantile_update(counts, bias_E, self._step, self._low, self._high)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from k3rl.kernels.linear_logprob import linear_logprob
+from k3rl.kernels.moe import expert_load
 from k3rl.model.attn_res import AttnRes, PlainResidual, UnusedAttnRes
 from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenLogprobs
 from k3rl.model.cache import ValueMemory
@@ -126,6 +127,7 @@ class K3Model(nn.Module):
         prefix: torch.Tensor = self.embed_tokens(batch.ids)
         bank: list[torch.Tensor] = []
         routes: list[torch.Tensor] = []
+        monitors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             hidden = layer.self_attention_res([*bank, prefix])
@@ -138,21 +140,25 @@ class K3Model(nn.Module):
                 prefix = prefix + layer.mlp(normed)
             elif layer.block_sparse_moe is not None:
                 replay = None if batch.routes is None else batch.routes[:, len(routes)]
-                out, ids = layer.block_sparse_moe(normed, replay)
+                out, ids, scores = layer.block_sparse_moe(normed, replay)
                 routes.append(ids)
+                if self.training:
+                    monitors.append((expert_load(ids, c.num_experts), _routing_entropy(scores)))
                 prefix = prefix + out
         hidden = self.norm(self.output_attn_res([*bank, prefix]))
-        load = [torch.bincount(ids.flatten(), minlength=c.num_experts) for ids in routes]
-        stats = {"moe_load": torch.stack(load)} if load else {}
+        stats: dict[str, torch.Tensor] = {}
+        if monitors:
+            loads, entropies = zip(*monitors, strict=True)
+            stats = {"moe_load": torch.stack(loads), "moe_routing_entropy": torch.stack(entropies)}
+            stats["tokens"] = torch.tensor(len(batch.ids))
         return ForwardOutput(hidden, memory.finish(), torch.stack(routes, 1) if routes else None, stats)
 
     def _nothing(self, cache: Cache | None) -> ForwardOutput:
         num_moe = len(self.moe_layers)
         weight = self.embed_tokens.weight
         routes = torch.zeros(0, num_moe, self.config.experts_per_token, dtype=torch.int64, device=weight.device)
-        load = torch.zeros(num_moe, self.config.num_experts, dtype=torch.int64, device=weight.device)
         hidden = weight.new_zeros(0, self.config.hidden_size)
-        return ForwardOutput(hidden, cache, routes if num_moe else None, {"moe_load": load} if num_moe else {})
+        return ForwardOutput(hidden, cache, routes if num_moe else None)
 
     def token_logprobs(self, hidden_MD: torch.Tensor, targets_M: torch.Tensor, temperature: float) -> TokenLogprobs:
         """Log-probability of ``targets_M`` under softmax(head(hidden) / temperature), entropy and log-sum-exp."""
@@ -163,6 +169,12 @@ class K3Model(nn.Module):
         if self.value_head is None:
             raise ValueError("this model has no value head; set model.value_head")
         return self.value_head(hidden_MD).squeeze(-1).float()
+
+
+def _routing_entropy(scores_TE: torch.Tensor) -> torch.Tensor:
+    """Entropy in nats of a token's scores over all experts, summed over the tokens."""
+    share = scores_TE / scores_TE.sum(-1, keepdim=True).clamp(min=1e-20)
+    return -torch.xlogy(share, share).sum()
 
 
 def _fill_dt_bias(bias: torch.Tensor, generator: torch.Generator) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from k3rl.learner.policy import Policy
 from k3rl.metrics import Metrics
 from k3rl.model.batch import TokenBatch
 from k3rl.objective import Objective, ObjectiveBatch, Sample, TokenVectors
+from k3rl.observe.monitors import policy_metrics
 
 Plan = list[list[int]]
 """Micro-batches, each the indices of its samples."""
@@ -57,6 +58,7 @@ class _Piece:
     value: torch.Tensor | None  # [Q]
     tail_at: torch.Tensor  # [n] sample index
     tail_value: torch.Tensor | None  # [n]
+    stats: Mapping[str, torch.Tensor]  # of the forward
 
     def backward(self, gradient: TokenVectors) -> _Piece:
         """Send the objective's gradient, flat over T, back through this micro-batch; return it without its graph."""
@@ -90,7 +92,8 @@ def pack_samples(policy: Policy, samples: Sequence[Sample], *, keep_last: bool) 
 def _forward(policy: Policy, batch: ObjectiveBatch, indices: Sequence[int], *, with_value: bool) -> _Piece:
     samples = [batch.samples[n] for n in indices]
     packed = pack_samples(policy, samples, keep_last=with_value)
-    hidden = policy(packed).hidden
+    out = policy(packed)
+    hidden = out.hidden
     rows: list[torch.Tensor] = []  # row of the packed input that predicts each target
     flat: list[torch.Tensor] = []
     tails: list[int] = []
@@ -111,9 +114,8 @@ def _forward(policy: Policy, batch: ObjectiveBatch, indices: Sequence[int], *, w
         all_values = policy.values(hidden)
         values = all_values[row.to(hidden.device)]
         tail_values = all_values[torch.tensor(tails, device=hidden.device)].detach()
-    return _Piece(
-        at[trained], head.logprob, head.entropy, head.lse, at, values, torch.tensor(list(indices)), tail_values
-    )
+    tail_at = torch.tensor(list(indices))
+    return _Piece(at[trained], head.logprob, head.entropy, head.lse, at, values, tail_at, tail_values, out.stats)
 
 
 def _collect(batch: ObjectiveBatch, pieces: Sequence[_Piece]) -> TokenVectors:
@@ -170,16 +172,17 @@ def compute_gradients(
         _, gradient, _ = differentiate(objective, TokenVectors(zeros, zeros, zeros), batch)
         pieces = [_forward(policy, batch, indices, with_value=False).backward(gradient) for indices in plan]
         loss, metrics = objective.loss(_collect(batch, pieces), batch)
-        return loss, batch, metrics
+        return loss, batch, Metrics.merge([metrics, policy_metrics([p.stats for p in pieces])])
     with_value = objective.needs_value
     first = _forward(policy, batch, plan[0], with_value=with_value)
     with torch.no_grad():
         others = [_forward(policy, batch, indices, with_value=with_value) for indices in plan[1:]]
     vectors = _collect(batch, [first, *others])
+    monitors = policy_metrics([p.stats for p in (first, *others)])
     batch = batch if batch.weights is not None else objective.prepare(batch, vectors)
     loss, gradient, metrics = differentiate(objective, vectors, batch)
     first.backward(gradient)
     del first  # and with it all of its graph, before the next one is made
     for indices in plan[1:]:
         _forward(policy, batch, indices, with_value=with_value).backward(gradient)
-    return loss, batch, metrics
+    return loss, batch, Metrics.merge([metrics, monitors])

@@ -2,6 +2,8 @@
 
 from k3rl.kernels.moe.reference import (
     apply_experts,
+    expert_load,
+    load_quantile_update,
     qb_histogram,
     qb_update,
     qb_update_exact,
@@ -12,6 +14,8 @@ from k3rl.kernels.moe.reference import (
 
 __all__ = [
     "apply_experts",
+    "expert_load",
+    "load_quantile_update",
     "qb_histogram",
     "qb_update",
     "qb_update_exact",

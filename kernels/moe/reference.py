@@ -125,6 +125,25 @@ def qb_update(counts_EB: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torc
     return (bias - bias.mean()).to(bias_E.dtype)
 
 
+def expert_load(ids_Tk: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Tokens that chose each expert, [E] int64; counts of parts just add up."""
+    return torch.bincount(ids_Tk.flatten(), minlength=num_experts)
+
+
+def load_quantile_update(
+    load_E: torch.Tensor, bias_E: torch.Tensor, step: float, low: float = 0.25, high: float = 0.75
+) -> torch.Tensor:
+    """Next bias [E] by the plain rule that Quantile Balancing replaces, for comparison.
+
+    Experts whose load is above the ``high`` quantile of all loads lose ``step``, those below the ``low`` quantile gain
+    it; mean-centred. It knows by how many an expert is too loaded, not by how much, and needs many steps.
+    """
+    load = load_E.to(bias_E.dtype)
+    bounds = torch.quantile(load, torch.tensor([low, high], dtype=load.dtype, device=load.device))
+    moved = bias_E + step * ((load < bounds[0]).to(bias_E.dtype) - (load > bounds[1]).to(bias_E.dtype))
+    return moved - moved.mean()
+
+
 def qb_update_exact(scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
     """What :func:`qb_update` estimates, from all the scores at once."""
     tokens, experts = scores_TE.shape

@@ -9,7 +9,15 @@ import torch
 from k3rl.kernels.attn_res import attn_res_mix
 from k3rl.kernels.linear_logprob import linear_logprob
 from k3rl.kernels.mla import mla_absorbed, mla_expanded
-from k3rl.kernels.moe import apply_experts, qb_histogram, qb_update, qb_update_exact, route
+from k3rl.kernels.moe import (
+    apply_experts,
+    expert_load,
+    load_quantile_update,
+    qb_histogram,
+    qb_update,
+    qb_update_exact,
+    route,
+)
 from k3rl.kernels.situ import situ_glu
 
 
@@ -79,6 +87,24 @@ def test_one_quantile_update_balances_a_skewed_load() -> None:
     assert imbalance(updated) < 1.5
     exact = qb_update_exact(scores, bias, top_k)
     assert float((updated - exact).abs().max()) <= 2 * 2 / 1000
+
+
+def test_the_plain_rule_moves_a_fixed_step_by_quantiles_of_the_load_and_stays_centred() -> None:
+    load = torch.tensor([0, 10, 20, 30, 400])
+    bias = torch.tensor([0.3, 0.0, -0.1, 0.0, -0.2])
+    moved = load_quantile_update(load, bias, step=0.1)
+    # quantiles 10 and 30: one expert below, one above, and those on the bounds stay
+    torch.testing.assert_close(moved, torch.tensor([0.4, 0.0, -0.1, 0.0, -0.3]))
+    assert abs(float(load_quantile_update(load, bias, 0.1, low=0.0, high=0.9).mean())) < 1e-7
+    even = torch.full((5,), 7)
+    torch.testing.assert_close(load_quantile_update(even, bias, 0.1), bias - bias.mean())
+
+
+def test_loads_of_parts_add_up() -> None:
+    ids = torch.randint(0, 5, (40, 3), generator=torch.Generator().manual_seed(0))
+    parts = torch.stack([expert_load(part, 5) for part in ids.split(7)]).sum(0)
+    assert torch.equal(parts, expert_load(ids, 5))
+    assert int(parts.sum()) == 120
 
 
 def test_linear_logprob_equals_log_softmax_at_a_temperature() -> None:

@@ -198,3 +198,16 @@ def test_the_gap_is_that_before_the_first_step_and_the_ratio_that_of_every_epoch
     for name in ("train/logprob_gap", "train/logprob_gap_max"):
         assert three[name] == pytest.approx(one[name], rel=1e-12)
     assert three["train/ratio"] != pytest.approx(one["train/ratio"], rel=1e-4)
+
+
+def test_monitors_of_the_policy_do_not_depend_on_how_the_batch_was_cut() -> None:
+    trajectories = [make_linear(n, 4 + n) for n in range(6)]
+    batch = build_batch(trajectories, [np.zeros(len(t.segments)) for t in trajectories])
+    objective, found = resolve(ObjectiveConfig(preset="grpo")), []
+    for tokens in (10, 40, 1000):
+        plan = plan_micro_batches(batch, tokens)
+        _, _, metrics = compute_gradients(K3Model(TINY, seed=1), objective, batch, plan)
+        found.append({name: value for name, value in metrics.scalars().items() if name.startswith("moe/")})
+    assert len(found[0]) == 5
+    assert found[1] == pytest.approx(found[0])
+    assert found[2] == pytest.approx(found[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from k3rl.config import ModelConfig, load_model_config
 from k3rl.model.batch import TokenBatch
 from k3rl.model.cache import ValueCache
 from k3rl.model.config import cache_bytes, count_parameters
-from k3rl.model.moe import QuantileBalancer
+from k3rl.model.moe import Balancer, LoadQuantileBalancer, QuantileBalancer
 from k3rl.model.transformer import K3Model
 
 MODELS = Path(__file__).parents[2] / "configs" / "model"
@@ -157,9 +158,10 @@ def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone() -
     assert torch.equal(a.lm_head.weight, a.embed_tokens.weight)
 
 
-def test_balancer_counts_only_inside_observe_and_moves_the_biases_on_step() -> None:
+@pytest.mark.parametrize("kind", [QuantileBalancer, LoadQuantileBalancer])
+def test_a_balancer_counts_only_inside_observe_and_moves_the_biases_on_step(kind: type[Balancer]) -> None:
     model = _model()
-    balancer = QuantileBalancer(model.moe_layers)
+    balancer = kind(model.moe_layers)
     batch = TokenBatch.pack(_ids(100))
     model(batch)
     assert balancer.counts[0] is None
@@ -167,6 +169,22 @@ def test_balancer_counts_only_inside_observe_and_moves_the_biases_on_step() -> N
         model(batch)
     balancer.step()
     assert all(layer.gate.e_score_correction_bias.abs().sum() > 0 for layer in model.moe_layers)
+    assert all(abs(float(layer.gate.e_score_correction_bias.mean())) < 1e-6 for layer in model.moe_layers)
+    moved = [layer.gate.e_score_correction_bias.clone() for layer in model.moe_layers]
+    balancer.step()  # nothing was counted since
+    assert all(
+        torch.equal(layer.gate.e_score_correction_bias, m) for layer, m in zip(model.moe_layers, moved, strict=True)
+    )
+
+
+def test_monitors_are_counted_in_training_and_cost_nothing_elsewhere() -> None:
+    model, batch = _model(), TokenBatch.pack(_ids(30, 12))
+    stats = model(batch).stats
+    assert stats["moe_load"].sum(-1).tolist() == [84] * len(model.moe_layers)
+    assert int(stats["tokens"]) == 42
+    highest = 42 * math.log(UNEQUAL.num_experts)
+    assert all(0 < entropy < highest for entropy in stats["moe_routing_entropy"].tolist())
+    assert model.eval()(batch).stats == {}
 
 
 def test_no_new_tokens_leave_the_cache_and_values_start_at_zero() -> None:
