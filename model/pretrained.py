@@ -44,8 +44,13 @@ MXFP4_CONFIG: dict[str, Any] = {
     "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*", "lm_head"],
 }
 
-OTHER_SPELLING = re.compile(r"(\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
-"""Dense feed-forwards in folders that transformers wrote: on saving it renames every ``mlp``."""
+OTHER_SPELLINGS = (
+    # Dense feed-forwards in folders that transformers wrote: on saving it renames every ``mlp``.
+    (re.compile(r"(\.layers\.\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$"), r"\1.mlp.\2"),
+    # Mixes in some early files.
+    (re.compile(r"(self_attention_res|mlp_res|output_attn_res)\.(norm|proj)_weight$"), r"\1_\2.weight"),
+)
+"""Names that mean a published one."""
 
 ExpertFormat = Literal["plain", "mxfp4"]
 Read = Callable[[str], torch.Tensor]
@@ -181,7 +186,7 @@ class Shards:
                 raise CheckpointError(f"{folder} has no {file}, which its index names")
             opened = safe_open(folder / file, framework="pt")
             names = opened.keys()  # safe_open is no mapping
-            spelt = {OTHER_SPELLING.sub(r"\1.mlp.\2", name): name for name in names}
+            spelt = {_published(name): name for name in names}
             self._owner |= dict.fromkeys(spelt, opened)
             self._spelt |= spelt
 
@@ -216,6 +221,12 @@ class Shards:
         if any(found.values()):
             listed = [f"{len(n)} {what}: {', '.join(n[:5])}{', ...' * (len(n) > 5)}" for what, n in found.items() if n]
             raise CheckpointError("the checkpoint does not fit its config.json: " + "; ".join(listed))
+
+
+def _published(name: str) -> str:
+    for pattern, replacement in OTHER_SPELLINGS:
+        name = pattern.sub(replacement, name)
+    return name
 
 
 def read_tensors(folder: str | Path) -> tuple[ModelConfig, Iterator[tuple[str, torch.Tensor]]]:

@@ -61,9 +61,10 @@ def test_tiles_equal_the_recurrence_with_all_gradients(length: int, with_state: 
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
 
 
-def test_float32_tiles_equal_the_float64_recurrence_at_1000_tokens() -> None:
-    want = _gradients(kda_recurrent, _inputs(1000), True)
-    got = _gradients(kda_tiles, _inputs(1000, torch.float32), True)
+@pytest.mark.parametrize("with_state", [False, True])
+def test_float32_tiles_equal_the_float64_recurrence_at_1000_tokens(with_state: bool) -> None:
+    want = _gradients(kda_recurrent, _inputs(1000), with_state)
+    got = _gradients(kda_tiles, _inputs(1000, torch.float32), with_state)
     for a, b in zip((got[0], got[1], *got[2]), (want[0], want[1], *want[2]), strict=True):
         assert (a - b).norm() <= 1e-4 * b.norm()
 

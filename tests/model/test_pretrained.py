@@ -253,3 +253,16 @@ def test_sizes_of_the_published_models(name: str, total: int, active: int, token
     assert count_parameters(config) == (total, active)
     assert cache_bytes(config, 1) - cache_bytes(config, 0) == token
     assert kda_state_bytes(config) == state
+
+
+def test_early_spellings_of_the_mixes_are_understood(tmp_path: Path) -> None:
+    model = _model(K3)
+    save_pretrained(model, tmp_path / "a")
+
+    def respell(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [n for n in tensors if "_res_norm." in n or "_res_proj." in n]:
+            kind = "norm" if "_res_norm." in name else "proj"
+            tensors[name.replace(f"_res_{kind}.weight", f"_res.{kind}_weight")] = tensors.pop(name)
+
+    _edit(tmp_path / "a", respell)
+    assert torch.equal(_logits(from_pretrained(tmp_path / "a")), _logits(model))

@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from k3rl.config import ModelConfig, load_model_config
+from k3rl.kernels.kda import kda_gate
 from k3rl.model.batch import TokenBatch
 from k3rl.model.cache import ValueCache
 from k3rl.model.config import cache_bytes, count_parameters
+from k3rl.model.kda import KdaMixer
 from k3rl.model.moe import Balancer, LoadQuantileBalancer, QuantileBalancer
 from k3rl.model.transformer import K3Model
 
@@ -147,6 +149,24 @@ def test_replayed_routes_reproduce_the_forward_and_train_the_router() -> None:
     grads = _gradients(model, mixed.hidden.pow(3).sum())
     assert all(grads[f"layers.{i}.block_sparse_moe.gate.weight"].abs().sum() > 0 for i in range(1, UNEQUAL.num_layers))
     assert out.stats["moe_load"].sum(-1).tolist() == [100] * len(model.moe_layers)
+
+
+def test_a_fresh_model_forgets_slowly_and_averages_its_blocks() -> None:
+    """K3 report §2.5: A_log 0, steps drawn log-uniformly from 0.001 to 0.1, pseudo-queries 0."""
+    mixer = K3Model(dataclasses.replace(TINY, num_heads=64), seed=4).layers[0].self_attn
+    assert isinstance(mixer, KdaMixer)
+    assert not mixer.A_log.any()
+    shape = (mixer.heads, mixer.key_dim)
+    bias = mixer.dt_bias.detach().view(shape)
+    retention = kda_gate(torch.zeros(1, *shape), mixer.A_log.detach(), bias, -5.0).exp()
+    assert 0.62 <= float(retention.min()) < 0.65
+    assert 0.993 < float(retention.max()) <= 0.9951
+    steps = torch.nn.functional.softplus(bias)
+    assert 1e-3 * 0.999 <= float(steps.min()) < float(steps.max()) <= 1e-1 * 1.001
+    assert float(steps.log().median()) == pytest.approx(math.log(1e-2), abs=0.15)
+    queries = [p for name, p in _model().named_parameters() if "res.proj" in name]
+    assert len(queries) == 2 * UNEQUAL.num_layers
+    assert not any(p.any() for p in queries)
 
 
 def test_equal_seeds_give_equal_weights_and_leave_the_global_generator_alone() -> None:
