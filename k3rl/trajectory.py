@@ -229,6 +229,8 @@ class Summary:
     num_action_tokens: int
     oldest_step: int | None
     stats: Mapping[str, float]
+    reward_errors: Mapping[str, str] = field(default_factory=dict)
+    """Why a reward function could not give a component, by its name."""
     uri: str = ""
     digest: str = ""
     """Where the payload lies, and its sha256; empty when it was not kept."""
@@ -246,7 +248,14 @@ class Summary:
         return Summary(**values)
 
 
-def summarise_trajectory(trajectory: Trajectory, components: Iterable[str], uri: str = "", digest: str = "") -> Summary:
+def summarise_trajectory(
+    trajectory: Trajectory,
+    components: Iterable[str],
+    *,
+    reward_errors: Mapping[str, str] | None = None,
+    uri: str = "",
+    digest: str = "",
+) -> Summary:
     """Summary of ``trajectory`` with the totals of its reward ``components``."""
     return Summary(
         key=trajectory.key,
@@ -258,6 +267,7 @@ def summarise_trajectory(trajectory: Trajectory, components: Iterable[str], uri:
         num_action_tokens=trajectory.num_action_tokens,
         oldest_step=trajectory.oldest_step,
         stats=dict(trajectory.stats),
+        reward_errors=dict(reward_errors or {}),
         uri=uri,
         digest=digest,
     )

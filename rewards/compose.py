@@ -53,7 +53,7 @@ def signal_reason(group: Sequence[Summary], weights: Mapping[str, float], signal
     """Why a group teaches nothing, or None when it does: as :func:`no_signal_reason`, with two kinds of ``all_same``.
 
     ``signal`` names the component that must vary among the trajectories that have it; ``total`` is the weighted sum.
-    When all failed the reason is ``all_failed``, when all solved the task ``all_solved``.
+    When nobody got anything the reason is ``none_solved``, when everybody solved the task ``all_solved``.
     """
     wanted = weights if signal == "total" else {signal: 1.0}
     reason = no_signal_reason([total_of(summary, wanted) for summary in group])
@@ -61,5 +61,5 @@ def signal_reason(group: Sequence[Summary], weights: Mapping[str, float], signal
         return reason
     outcomes = [value for summary in group if (value := summary.rewards.get("outcome")) is not None]
     if outcomes and max(outcomes) <= 0:
-        return "all_failed"
+        return "none_solved"
     return "all_solved" if outcomes and min(outcomes) >= 1 else reason

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from k3rl.rewards.base import absent_on_last_action, evaluate
@@ -14,8 +13,6 @@ if TYPE_CHECKING:
 
     from k3rl.config import RunConfig
     from k3rl.trajectory import Reward, Trajectory
-
-logger = logging.getLogger(__name__)
 
 
 class Scorer:
@@ -33,22 +30,21 @@ class Scorer:
         """Names of what :meth:`score` gives."""
         return tuple(self._functions)
 
-    def score(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """The trajectories with every component on their segments: a value, or absent with a cause."""
+    def score(self, trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, dict[str, str]]]:
+        """Each trajectory with every component on its segments, a value or absent; and what went wrong, by component."""
         jobs = [(t, name) for t in trajectories for name in self._functions]
         results = iter(call_all([lambda t=t, n=n: self._evaluate(t, n) for t, n in jobs], self._timeout_s))
-        return [
-            with_rewards(t, {name: self._settled(t, name, next(results)) for name in self._functions})
-            for t in trajectories
-        ]
+        return [self._settle(t, {name: next(results) for name in self._functions}) for t in trajectories]
 
     def _evaluate(self, trajectory: Trajectory, name: str) -> list[Reward | None]:
         return evaluate(name, self._functions[name], trajectory)
 
-    def _settled(
-        self, trajectory: Trajectory, name: str, result: list[Reward | None] | BaseException
-    ) -> list[Reward | None]:
-        if not isinstance(result, BaseException):
-            return result
-        logger.warning("%s has no reward %r: %s", trajectory.key, name, result)
-        return absent_on_last_action(name, trajectory, "grader")
+    def _settle(
+        self, trajectory: Trajectory, results: dict[str, list[Reward | None] | BaseException]
+    ) -> tuple[Trajectory, dict[str, str]]:
+        errors = {name: str(result) for name, result in results.items() if isinstance(result, BaseException)}
+        components = {
+            name: absent_on_last_action(name, trajectory, "grader") if isinstance(result, BaseException) else result
+            for name, result in results.items()
+        }
+        return with_rewards(trajectory, components), errors

@@ -59,5 +59,10 @@ class RolloutWorker:
 
     def _finish(self, trajectories: Sequence[Trajectory], folder: Path | None) -> list[Summary]:
         scored = self._scorer.score(trajectories)
-        uri, digest = Store(folder).write(scored) if folder is not None and scored else ("", "")
-        return [summarise_trajectory(t, self._scorer.components, uri, digest) for t in scored]
+        uri, digest = "", ""
+        if folder is not None and scored:
+            uri, digest = Store(folder).write([trajectory for trajectory, _ in scored])
+        return [
+            summarise_trajectory(t, self._scorer.components, reward_errors=errors, uri=uri, digest=digest)
+            for t, errors in scored
+        ]

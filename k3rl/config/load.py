@@ -159,7 +159,9 @@ def _expand(
             try:
                 inner = _read(file)
             except ConfigError as error:
-                raise ConfigError(f"{source}: {name}: {error}") from error
+                raise ConfigError(
+                    f"{source}: {name}: {error} Paths are relative to the file that names them."
+                ) from error
             out[key] = _expand(nested, inner, f"{name}.", str(file), file.parent, origins)
         else:
             inner = _mapping(value, f"{source}: {name}")

@@ -38,7 +38,7 @@ class EvaluationReport:
             "success": f"{self.success:.3f}",
             "95 %": f"{self.success_low:.2f}-{self.success_high:.2f}",
             "turns": f"{self.turns:.2f}",
-            "valid calls": f"{self.valid_call_frac:.3f}",
+            "valid calls": f"{self.valid_call_frac:.3f}" if self.tool_calls else "-",
             "tokens": f"{self.sampled_tokens:.0f}",
             "cut": f"{self.truncated_frac:.2f}",
         }

@@ -112,6 +112,7 @@ class Controller:
         )
         self.version = PolicyVersion(incarnation=0, step=0, digest="")
         self.vocabulary = vocabulary_of(config)
+        self.said: set[str] = set()
 
     def start(self, *, is_longer: bool = False) -> None:
         """Load the last good checkpoint, if there is one, and give its weights to the rollout workers.
@@ -277,6 +278,7 @@ class Controller:
         if config.steps:
             self._evaluate_into("after_rl")
         if config.steps and config.sft.max_steps and config.evaluation.sft_only_baseline:
+            print(f"for comparison: SFT alone, for the {at.seconds['rl']:.0f} s that RL took")
             self.actors.ask_learner("load", config.run_dir / "after_sft", self.vocabulary)
             self._sft_steps(at.sft_step + 1_000_000, for_seconds=at.seconds["rl"])
             self._publish()
@@ -334,13 +336,22 @@ class Controller:
             done = [s for s in summaries if s not in again]
             self.buffer.seal(done)
             self.events.seal([s.key for s in done], [s.digest for s in done])
+            self._say_once(summaries)
             for summary in again:
                 self.buffer.ledger.drop([summary.key], f"failed_{summary.outcome.cause}")
                 self.events.fail(summary.key, summary.outcome)
             pending = self._start_rollouts(step) if again else []
         sampled = self.buffer.summaries(self._step_ordinals(step))
-        check_failures(sampled, self.config.rollout.max_failed_frac)
+        check_failures(sampled, self.config.rewards, self.config.rollout.max_failed_frac)
         return sampled
+
+    def _say_once(self, summaries: Sequence[Summary]) -> None:
+        """Print each kind of failure when it is met for the first time: a run may go on with a few of them."""
+        for summary in summaries:
+            failed = {summary.outcome.detail} if summary.outcome.is_infrastructure_failure else set()
+            for text in (failed | set(summary.reward_errors.values())) - self.said:
+                self.said.add(text)
+                print(f"task {summary.task.index}: {text}")
 
     def _may_retry(self, summary: Summary) -> bool:
         if not summary.outcome.is_infrastructure_failure:

@@ -7,10 +7,15 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from k3rl.errors import RewardError
 from k3rl.observe.console import table
+from k3rl.rollout.agent_loop import EpisodeSpec
+from k3rl.rollout.worker import RolloutWorker
 from k3rl.runtime.checks import check_first_task, check_objective, check_vocabulary
+from k3rl.trajectory import Task, TrajectoryKey
 
 if TYPE_CHECKING:
     from k3rl.config import RunConfig
@@ -26,6 +31,7 @@ def examine(config: RunConfig) -> bool:
         "environment": _environment,
         "chat format": check_vocabulary,
         "first task": check_first_task,
+        "rewards": _rewards,
     }
     rows = []
     for name, check in checks.items():
@@ -63,3 +69,15 @@ def _environment(config: RunConfig) -> str:
 
     check_environment(config.environment.id, **config.environment.options)
     return f"{config.environment.id}: gymnasium's checks, determinism, the expert solves it, splits are disjoint"
+
+
+def _rewards(config: RunConfig) -> str:
+    """Score two demonstrations."""
+    task = Task(environment=config.environment.id, split="train", index=0)
+    specs = [EpisodeSpec(key=TrajectoryKey(ordinal=i, sample=0), task=replace(task, index=i)) for i in range(2)]
+    summaries = RolloutWorker(config).demonstrate(specs)
+    for summary in summaries:
+        for text in summary.reward_errors.values():
+            raise RewardError(text)
+    values = {name: [s.rewards[name] for s in summaries] for name in config.rewards}
+    return ", ".join(f"{name} {value}" for name, value in values.items()) + " on two demonstrations"

@@ -45,8 +45,10 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
                 print(f"{run_dir} is finished; make it longer with steps=, or read {summary_path}")
                 return json.loads(summary_path.read_text())
         elif config_path.exists():
-            state = "a finished" if summary_path.exists() else "an interrupted"
-            raise ConfigError(f"run folder {run_dir} holds {state} run: go on with --resume, or choose another name=")
+            way = "an interrupted run: go on with --resume"
+            if summary_path.exists():
+                way = "a finished run: read summary.json, make it longer with steps= and --resume"
+            raise ConfigError(f"run folder {run_dir} holds {way}, or choose another name=")
         summary_path.unlink(missing_ok=True)
         write_whole(config_path, json.dumps(to_dict(config), indent=1) + "\n")
         with ray_session(config):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from k3rl.errors import EnvError
+from k3rl.errors import EnvError, K3rlError, RewardError
 from k3rl.metrics import Metrics
 from k3rl.rewards.compose import signal_reason, total_of
 
@@ -43,12 +43,21 @@ def rollout_metrics(episodes: Sequence[Summary], weights: Mapping[str, float]) -
     return metrics
 
 
-def check_failures(episodes: Sequence[Summary], max_failed_frac: float) -> None:
-    """One failed episode is data; when failing becomes the rule, raise EnvError with the commonest cause."""
-    failed = [e.outcome for e in episodes if e.outcome.is_infrastructure_failure]
-    if len(failed) > max_failed_frac * len(episodes):
-        cause, count = Counter(f"{o.cause}: {o.detail}" for o in failed).most_common(1)[0]
-        raise EnvError(
-            f"{len(failed)} of {len(episodes)} episodes failed, more than rollout.max_failed_frac = "
+def check_failures(episodes: Sequence[Summary], weights: Mapping[str, float], max_failed_frac: float) -> None:
+    """One failed episode or reward is data; when failing becomes the rule, raise with the commonest cause.
+
+    Raises EnvError, or RewardError when most of what failed were reward functions that count.
+    """
+    causes: list[tuple[type[K3rlError], str]] = []
+    for episode in episodes:
+        errors = [text for name, text in episode.reward_errors.items() if weights.get(name)]
+        if episode.outcome.is_infrastructure_failure:
+            causes.append((EnvError, f"{episode.outcome.cause}: {episode.outcome.detail}"))
+        elif errors:
+            causes.append((RewardError, errors[0]))
+    if len(causes) > max_failed_frac * len(episodes):
+        (kind, cause), count = Counter(causes).most_common(1)[0]
+        raise kind(
+            f"{len(causes)} of {len(episodes)} episodes failed, more than rollout.max_failed_frac = "
             f"{max_failed_frac:g} allows; {count} of them with {cause}"
         )

@@ -65,8 +65,8 @@ def add(buffer: Buffer, *group: Trajectory) -> None:
 
 
 def seal(buffer: Buffer, trajectories: Sequence[Trajectory]) -> None:
-    place = buffer.store.write(trajectories)
-    buffer.seal([summarise_trajectory(t, ["outcome", "length"], *place) for t in trajectories])
+    uri, digest = buffer.store.write(trajectories)
+    buffer.seal([summarise_trajectory(t, ["outcome", "length"], uri=uri, digest=digest) for t in trajectories])
 
 
 def ordinals(batch: list[list[Summary]]) -> list[int]:
@@ -114,11 +114,11 @@ def test_groups_without_signal_are_dropped_for_their_reason_and_do_not_count(tmp
     for ordinal, (one, two) in enumerate([(0, 0), (1, 1), (0, 1), (0.5, 0.5)]):
         add(buffer, trajectory(ordinal, 0, reward=one), trajectory(ordinal, 1, reward=two))
     assert ordinals(buffer.take(range(4), learner_step=0)) == [2]
-    assert buffer.ledger.counts().dropped == {"all_failed": 2, "all_same": 2, "all_solved": 2}
+    assert buffer.ledger.counts().dropped == {"none_solved": 2, "all_same": 2, "all_solved": 2}
 
 
-@pytest.mark.parametrize(("signal", "dropped"), [("outcome", {"all_failed": 4}), ("total", {})])
-def test_b05_a_group_in_which_all_failed_is_dropped_by_its_outcomes_and_kept_by_its_shaped_sum(
+@pytest.mark.parametrize(("signal", "dropped"), [("outcome", {"none_solved": 4}), ("total", {})])
+def test_b05_a_group_in_which_none_solved_is_dropped_by_its_outcomes_and_kept_by_its_shaped_sum(
     tmp_path: Path, signal: str, dropped: dict[str, int]
 ) -> None:
     weights = {"outcome": 1.0, "length": 0.01}

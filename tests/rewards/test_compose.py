@@ -153,7 +153,7 @@ def test_reward_functions_are_found_by_import_path_and_mistakes_are_named(
         ([1.0, 0.0], None),
         ([1.0, 0.0, None], None),
         ([1.0, 1.0], "all_solved"),
-        ([0.0, 0.0, None], "all_failed"),
+        ([0.0, 0.0, None], "none_solved"),
         ([0.1 + 0.2, 0.3], "all_same"),
         ([1.0, None], "too_small"),
         ([None, None], "all_absent"),

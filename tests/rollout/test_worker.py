@@ -50,7 +50,7 @@ def _rollout(worker: RolloutWorker, specs: list[EpisodeSpec], temperature: float
     trajectories = Store(folder).read_all(summaries)
     assert [s.key for s in summaries] == [t.key for t in trajectories] == [s.key for s in specs]
     for summary, trajectory in zip(summaries, trajectories, strict=True):
-        assert summary == summarise_trajectory(trajectory, ["outcome"], summary.uri, summary.digest)
+        assert summary == summarise_trajectory(trajectory, ["outcome"], uri=summary.uri, digest=summary.digest)
     return trajectories
 
 
@@ -140,6 +140,13 @@ def test_a_reward_function_that_raises_or_hangs_costs_its_own_reward_of_its_own_
     assert time.monotonic() - begin < 4.0
     absent = {(s.key.sample, name) for s in summaries for name in names if s.rewards[name] is None}
     assert absent == {(1, "broken"), (2, "slow")}
+    errors = {s.key.sample: dict(s.reward_errors) for s in summaries}
+    assert errors == {
+        0: {},
+        1: {"broken": "reward 'broken': OSError: judge is down"},
+        2: {"slow": "no answer within 0.3 s"},
+        3: {},
+    }
     for summary, trajectory in zip(summaries, Store(tmp_path / "payloads").read_all(summaries), strict=True):
         assert summary.rewards["length"] == summary.num_action_tokens
         assert {r.cause for s in trajectory.segments for r in s.rewards if r.value is None} <= {"grader"}

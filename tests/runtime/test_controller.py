@@ -107,8 +107,9 @@ class PlayedActors:
             played = [trajectory(spec, version, self._reward(spec), self._payload) for spec in specs]
             for t in played:
                 self.watch(t)
-            place = Store(folder).write(played) if folder is not None and played else ("", "")
-            summaries += [summarise_trajectory(t, ["outcome", "milestone"], *place) for t in played]
+            uri, digest = Store(folder).write(played) if folder is not None and played else ("", "")
+            components = ["outcome", "milestone"]
+            summaries += [summarise_trajectory(t, components, uri=uri, digest=digest) for t in played]
         return sorted(summaries, key=lambda t: t.key)
 
     def play(self, method: str, specs: Sequence[EpisodeSpec], what: str, *args: Any) -> list[Summary]:
@@ -157,7 +158,7 @@ def test_b55_rewards_that_are_always_the_same_stop_the_run_after_exactly_ten_ste
 ) -> None:
     actors = PlayedActors(lambda spec: 0.0)
     controller = start(monkeypatch, config(tmp_path, steps=50), actors)
-    with pytest.raises(StarvedError, match=r"in 10 steps in a row; dropped so far: \{'all_failed': 80\}"):
+    with pytest.raises(StarvedError, match=r"in 10 steps in a row; dropped so far: \{'none_solved': 80\}"):
         controller.run()
     assert (actors.calls.count("rollout"), actors.calls.count("update")) == (10, 0)
     controller.close()

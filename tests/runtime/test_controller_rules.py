@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from k3rl.config import load_config, to_dict
-from k3rl.errors import ConfigError, EnvError
+from k3rl.errors import ConfigError, EnvError, RewardError
 from k3rl.observe.tracker import write_whole
 from k3rl.rollout.chat_format import vocabulary_of
 from k3rl.rollout.formats.xtml import XtmlFormat
@@ -35,15 +35,24 @@ def episode(index: int, outcome: Outcome) -> Summary:
 def test_failures_are_data_until_they_are_the_rule_and_then_name_their_commonest_cause() -> None:
     done = [episode(i, Outcome(status="completed")) for i in range(2)]
     failed = [episode(i, Outcome(status="failed", cause="env", detail="disk full")) for i in range(2, 4)]
-    check_failures(done + failed, 0.5)
-    check_failures([], 0.5)
+    check_failures(done + failed, {}, 0.5)
+    check_failures([], {}, 0.5)
     other = episode(4, Outcome(status="failed", cause="env", detail="timed out"))
     with pytest.raises(EnvError, match=r"3 of 5 episodes failed.*2 of them with env: disk full"):
-        check_failures([*done, *failed, other], 0.5)
+        check_failures([*done, *failed, other], {}, 0.5)
+
+
+def test_a_reward_function_that_mostly_fails_stops_the_run_when_it_counts() -> None:
+    whole = [episode(i, Outcome(status="completed")) for i in range(2)]
+    broken = [replace(e, reward_errors={"mine": "reward 'mine': ZeroDivisionError: by zero"}) for e in whole]
+    check_failures([*whole, *broken], {"mine": 0.1}, 0.5)
+    with pytest.raises(RewardError, match=r"3 of 4 episodes failed.*3 of them with reward 'mine': ZeroDivisionError"):
+        check_failures([whole[0], *broken, broken[0]], {"mine": 0.1}, 0.5)
+    check_failures(broken, {"mine": 0.0}, 0.5)
 
 
 def test_a_policy_that_fails_is_not_broken_infrastructure() -> None:
-    check_failures([episode(0, Outcome(status="failed", cause="policy"))], 0.0)
+    check_failures([episode(0, Outcome(status="failed", cause="policy"))], {}, 0.0)
 
 
 def test_a_failed_episode_has_no_reward_and_is_counted_as_absent() -> None:

@@ -364,7 +364,7 @@ def test_resuming_a_finished_run_says_so_and_starts_nothing(undisturbed: Job) ->
 
 def test_a_run_folder_belongs_to_one_run(undisturbed: Job, tmp_path: Path) -> None:
     code, output = k3rl("train", undisturbed.config)
-    assert (code, "holds a finished run: go on with --resume" in output) == (2, True), output
+    assert (code, "holds a finished run" in output) == (2, True), output
     code, output = k3rl("train", undisturbed.config, "seed=5", "rollout.group_size=4", "--resume")
     assert (code, "rollout.group_size, seed" in output) == (2, True), output
     code, output = k3rl("train", job(tmp_path, "g").config, "--resume")
@@ -407,6 +407,14 @@ class Mine(CoinEnvironment):
 def brevity(task, trajectory):
     return [-0.01 * len(s) if s.kind == "action" else None for s in trajectory.segments]
 """
+
+
+def test_the_doctor_calls_reward_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "k3rl_sick_rewards.py").write_text("def mine(task, trajectory):\n    return 1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    changes = ["reward_functions.mine=k3rl_sick_rewards:mine", "rewards.mine=0.1", "rewards.outcome=1"]
+    code, output = k3rl("doctor", job(tmp_path, "n").config, *changes)
+    assert (code, "ZeroDivisionError" in output) == (1, True), output
 
 
 def test_the_installed_command_trains_a_critic_on_plug_ins_in_the_folder_that_it_is_called_from(tmp_path: Path) -> None:
