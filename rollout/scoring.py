@@ -31,7 +31,7 @@ class Scorer:
         return tuple(self._functions)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[tuple[Trajectory, dict[str, str]]]:
-        """Each trajectory with every component on its segments, a value or absent; and what went wrong, by component."""
+        """Each trajectory with every component on its segments, and what went wrong, by component."""
         jobs = [(t, name) for t in trajectories for name in self._functions]
         results = iter(call_all([lambda t=t, n=n: self._evaluate(t, n) for t, n in jobs], self._timeout_s))
         return [self._settle(t, {name: next(results) for name in self._functions}) for t in trajectories]

@@ -159,9 +159,8 @@ def _expand(
             try:
                 inner = _read(file)
             except ConfigError as error:
-                raise ConfigError(
-                    f"{source}: {name}: {error} Paths are relative to the file that names them."
-                ) from error
+                message = f"{source}: {name}: {error} A path is relative to the file that names it."
+                raise ConfigError(message) from error
             out[key] = _expand(nested, inner, f"{name}.", str(file), file.parent, origins)
         else:
             inner = _mapping(value, f"{source}: {name}")
