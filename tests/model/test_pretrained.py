@@ -130,8 +130,8 @@ def test_a_folder_in_the_form_that_transformers_gives_it_is_read(tmp_path: Path)
     save_pretrained(_model(LINEAR), tmp_path / "a")
     values = json.loads((tmp_path / "a" / "config.json").read_text())
     del values["linear_attn_config"], values["first_k_dense_replace"], values["mla_use_nope"]
-    values |= {"layer_types": ["linear_attention"] * 2 + ["full_attention"] * 2, "linear_conv_kernel_dim": 4}
-    values |= {"linear_head_dim": 32, "linear_num_heads": 2, "mlp_layer_types": ["dense"] + ["sparse"] * 3}
+    values |= {"layer_types": ["linear_attention"] * 3 + ["full_attention"] * 2, "linear_conv_kernel_dim": 4}
+    values |= {"linear_head_dim": 32, "linear_num_heads": 2, "mlp_layer_types": ["dense"] + ["sparse"] * 4}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "config.json").write_text(json.dumps(values))
     tensors = load_file(tmp_path / "a" / "model-00001-of-00001.safetensors")
