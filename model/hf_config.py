@@ -46,20 +46,7 @@ def family(config: ModelConfig) -> str:
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Contents of config.json; ConfigError for a shape that it cannot say."""
     c, kind = config, family(config)
-    shared, left = divmod(c.shared_dim, c.expert_dim)
-    problems = {
-        "kda_value_dim": c.kda_key_dim != c.kda_value_dim,
-        "kda_gate_rank": c.kda_gate_rank != c.kda_key_dim,
-        "kda_output_gate_rank": c.kda_output_gate_rank not in (None, c.kda_key_dim),
-        "shared_dim": left != 0,
-        "mla_norm_eps": c.mla_norm_eps != MLA_NORM_EPS,
-    }
-    if any(problems.values()):
-        named = ", ".join(f"model.{name}" for name, wrong in problems.items() if wrong)
-        raise ConfigError(
-            f"{named}: config.json cannot say it (one width of a KDA head, also that of the gates' ranks; shared_dim a "
-            f"multiple of expert_dim; mla_norm_eps {MLA_NORM_EPS:g})"
-        )
+    _refuse_unsayable(c)
     full = [i + 1 for i in c.mla_layers]
     linear: dict[str, Any] = {
         "full_attn_layers": full,
@@ -83,7 +70,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "num_experts": c.num_experts,
         "num_experts_per_token": c.experts_per_token,
-        "num_shared_experts": shared,
+        "num_shared_experts": c.shared_dim // c.expert_dim,
         "moe_intermediate_size": c.expert_dim,
         "moe_router_activation_func": "sigmoid",
         "moe_renormalize": True,
@@ -119,6 +106,22 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "text_config": text,
         EXTRA: extra,
     }
+
+
+def _refuse_unsayable(c: ModelConfig) -> None:
+    problems = {
+        "kda_value_dim": c.kda_key_dim != c.kda_value_dim,
+        "kda_gate_rank": c.kda_gate_rank != c.kda_key_dim,
+        "kda_output_gate_rank": c.kda_output_gate_rank not in (None, c.kda_key_dim),
+        "shared_dim": c.shared_dim % c.expert_dim != 0,
+        "mla_norm_eps": c.mla_norm_eps != MLA_NORM_EPS,
+    }
+    if any(problems.values()):
+        named = ", ".join(f"model.{name}" for name, wrong in problems.items() if wrong)
+        raise ConfigError(
+            f"{named}: config.json cannot say it (one width of a KDA head, also that of the gates' ranks; shared_dim a "
+            f"multiple of expert_dim; mla_norm_eps {MLA_NORM_EPS:g})"
+        )
 
 
 def from_hf_config(values: Mapping[str, Any]) -> ModelConfig:
