@@ -30,16 +30,27 @@ class ToolCall:
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    invalid_json: str | None = None
+    """In a recorded conversation, arguments that no parser could read; they stand in place of ``arguments``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. ``tool`` names the tool that a ``tool`` message comes from; ``calls`` belong to ``assistant``."""
+    """One message. ``tool`` names the tool that a ``tool`` message comes from; ``calls`` belong to ``assistant``.
+
+    The rest is for conversations that were recorded elsewhere: see ``k3rl.rollout.conversation``.
+    """
 
     role: Role
     content: str = ""
     tool: str | None = None
     calls: tuple[ToolCall, ...] = ()
+    text: str = ""
+    """The reasoning of an ``assistant`` message, as in :class:`AssistantAction`."""
+    name: str | None = None
+    """Who of several speaks, in a ``user`` or ``system`` message."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Schemas of tools that a ``system`` message adds to those declared so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,12 @@ class AssistantAction:
     answer: str | None = None
     error: ParseError | None = None
     text: str = ""
+
+    @staticmethod
+    def of(message: Message) -> AssistantAction:
+        """The action that an ``assistant`` message reports. Empty content is an answer where there are no calls."""
+        answer = message.content if message.content or not message.calls else None
+        return AssistantAction(calls=message.calls, answer=answer, text=message.text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

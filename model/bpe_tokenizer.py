@@ -1,6 +1,6 @@
-"""Tokenizers of published checkpoints: tiktoken files, as Kimi ships them, and Hugging Face's ``tokenizer.json``.
+"""Tokenizers with files: tiktoken's, as Kimi ships them, Hugging Face's ``tokenizer.json``, and the tiny one's own.
 
-Both obey the rule of every tokenizer here: text never becomes a marker, whatever it says.
+All obey the rule of every tokenizer here: text never becomes a marker, whatever it says.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3rl.errors import CheckpointError, ConfigError
+from k3rl.model.tokenizer import TINY_FILE, TinyTokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from k3rl.model.tokenizer import Tokenizer
 
@@ -51,24 +52,23 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         return TiktokenTokenizer.load(folder)
     if (folder / HUGGING_FACE_FILE).is_file():
         return HuggingFaceTokenizer.load(folder)
-    raise CheckpointError(f"{folder} holds no tokenizer: neither {TIKTOKEN_FILE} nor {HUGGING_FACE_FILE}")
+    if (folder / TINY_FILE).is_file():
+        return TinyTokenizer.load(folder)
+    raise CheckpointError(f"{folder} holds no tokenizer: none of {TIKTOKEN_FILE}, {HUGGING_FACE_FILE} and {TINY_FILE}")
 
 
-class TiktokenTokenizer:
-    """Byte-pair merges from a tiktoken file, and special tokens that only structure uses."""
+def byte_tokenizer(markers: Sequence[str]) -> TiktokenTokenizer:
+    """One id a byte, the markers behind them: no merges, so that it needs no training and knows every language."""
+    specials = {name: 256 + i for i, name in enumerate(markers)}
+    return TiktokenTokenizer({bytes([b]): b for b in range(256)}, specials, 256 + len(markers))
 
-    def __init__(self, ranks: Mapping[bytes, int], specials: Mapping[str, int], vocab_size: int) -> None:
-        import tiktoken
 
-        overlap = set(ranks.values()) & set(specials.values())
-        if overlap:
-            raise CheckpointError(f"ids {sorted(overlap)[:5]} are both merges and special tokens")
-        self._ranks, self._specials, self._vocab_size = dict(ranks), dict(specials), vocab_size
-        self._bytes = {i: token for token, i in ranks.items()}
+class _Published:
+    """Special tokens by name, and how many ids there are."""
+
+    def __init__(self, specials: Mapping[str, int], vocab_size: int) -> None:
+        self._specials, self._vocab_size = dict(specials), vocab_size
         self._names = {i: name for name, i in specials.items()}
-        self._encoding = tiktoken.Encoding(
-            name="k3rl", pat_str=KIMI_PATTERN, mergeable_ranks=self._ranks, special_tokens={}
-        )
 
     @property
     def vocab_size(self) -> int:
@@ -80,16 +80,35 @@ class TiktokenTokenizer:
         """Special tokens and their ids."""
         return self._specials
 
+    def marker(self, name: str) -> int:
+        """Id of a special token; ConfigError when there is none of that name."""
+        if name not in self._specials:
+            raise ConfigError(f"the tokenizer has no marker {name!r}; it has {', '.join(list(self._specials)[:20])}")
+        return self._specials[name]
+
+
+class TiktokenTokenizer(_Published):
+    """Byte-pair merges from a tiktoken file, and special tokens that only structure uses."""
+
+    def __init__(self, ranks: Mapping[bytes, int], specials: Mapping[str, int], vocab_size: int) -> None:
+        import tiktoken
+
+        overlap = set(ranks.values()) & set(specials.values())
+        if overlap:
+            raise CheckpointError(f"ids {sorted(overlap)[:5]} are both merges and special tokens")
+        super().__init__(specials, vocab_size)
+        self._ranks = dict(ranks)
+        self._bytes = {i: token for token, i in ranks.items()}
+        self._encoding = tiktoken.Encoding(
+            name="k3rl", pat_str=KIMI_PATTERN, mergeable_ranks=self._ranks, special_tokens={}
+        )
+
     @property
     def digest(self) -> str:
         """SHA-256 of merges and special tokens: equal digests mean equal ids for every text."""
         digest = hashlib.sha256(_to_tiktoken(self._ranks))
         digest.update(json.dumps(sorted(self._specials.items())).encode())
         return digest.hexdigest()
-
-    def marker(self, name: str) -> int:
-        """Id of a special token; ConfigError when there is none of that name."""
-        return _marker(self._specials, name)
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, none of them special; half a surrogate pair becomes U+FFFD."""
@@ -132,7 +151,7 @@ class TiktokenTokenizer:
         return TiktokenTokenizer(ranks, specials, settings.get("vocab_size", len(ranks) + KIMI_SPECIALS))
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(_Published):
     """A ``tokenizer.json``, run by Hugging Face's ``tokenizers``."""
 
     def __init__(self, definition: str) -> None:
@@ -141,28 +160,13 @@ class HuggingFaceTokenizer:
         self._backend: Any = Backend.from_str(definition)
         self._backend.encode_special_tokens = True  # in text they are text
         added = self._backend.get_added_tokens_decoder()
-        self._specials = {token.content: i for i, token in added.items() if token.special}
-        self._names = {i: name for name, i in self._specials.items()}
-        self._vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids; every id is below it."""
-        return self._vocab_size
-
-    @property
-    def markers(self) -> Mapping[str, int]:
-        """Special tokens and their ids."""
-        return self._specials
+        specials = {token.content: i for i, token in added.items() if token.special}
+        super().__init__(specials, max(self._backend.get_vocab(with_added_tokens=True).values()) + 1)
 
     @property
     def digest(self) -> str:
         """SHA-256 of the definition: equal digests mean equal ids for every text."""
         return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
-
-    def marker(self, name: str) -> int:
-        """Id of a special token; ConfigError when there is none of that name."""
-        return _marker(self._specials, name)
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, none of them special; half a surrogate pair becomes U+FFFD."""
@@ -197,12 +201,6 @@ class HuggingFaceTokenizer:
         if i in self._names:
             return "special"
         return "text" if 0 <= i < self._vocab_size and self._backend.id_to_token(i) is not None else "unused"
-
-
-def _marker(specials: Mapping[str, int], name: str) -> int:
-    if name not in specials:
-        raise ConfigError(f"the tokenizer has no marker {name!r}; it has {', '.join(list(specials)[:20])}")
-    return specials[name]
 
 
 def _to_tiktoken(ranks: Mapping[bytes, int]) -> bytes:

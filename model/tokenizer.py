@@ -24,6 +24,7 @@ from k3rl.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+TINY_FILE = "tiny_tokenizer.json"
 _CHARACTERS = (*(chr(c) for c in range(0x20, 0x7F)), "\n")
 _HEX_DIGITS = "0123456789abcdef"
 _RUN = re.compile(r"\w+|\W")
@@ -60,8 +61,8 @@ class Tokenizer(Protocol):
         """Inverse of ``encode``. Markers read as their names; ids that no text has read as U+FFFD. Never raises."""
         ...
 
-    def save(self, path: str | Path, /) -> None:
-        """Write the tokenizer to a file, or the files of a published one into a folder."""
+    def save(self, folder: str | Path) -> None:
+        """Write its files into a folder, where ``k3rl.model.bpe_tokenizer.load_tokenizer`` finds them."""
         ...
 
 
@@ -127,15 +128,17 @@ class TinyTokenizer:
             parts.append(_decode_hex("".join(digits)))
         return "".join(parts)
 
-    def save(self, path: str | Path) -> None:
-        """Write the vocabulary as JSON."""
-        Path(path).write_text(self._to_json(), encoding="utf-8")
+    def save(self, folder: str | Path) -> None:
+        """Write the vocabulary as JSON into ``folder``."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / TINY_FILE).write_text(self._to_json(), encoding="utf-8")
 
     @classmethod
-    def load(cls, path: str | Path) -> TinyTokenizer:
+    def load(cls, folder: str | Path) -> TinyTokenizer:
         """Read what ``save`` wrote; CheckpointError when the file is not that."""
+        path = Path(folder) / TINY_FILE
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"))
             if data["type"] != "tiny":
                 raise CheckpointError(f"{path} holds a tokenizer of type {data['type']!r}, not 'tiny'")
             return cls(words=data["words"], markers=data["markers"])

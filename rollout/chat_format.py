@@ -2,8 +2,8 @@
 
 What every format promises:
   * append-only: no call looks at earlier turns, so that the ids of the turns joined are the model's input;
-  * ``parse_action(render_action(action)) == action`` for every action that ``render_action`` accepts (``text`` is the
-    reasoning where the format has a place for it, and is not rendered where it has none);
+  * ``parse_action(render_action(action)) == action`` for every action that ``render_action`` accepts and that has no
+    ``invalid_json`` (``text`` is the reasoning where the format has a place for it, and is not rendered where not);
   * ``parse_action`` never raises: what is not an action is data (:class:`~k3rl.envs.base.ParseError`) for the episode;
   * text is encoded apart from the markers, so that no text, whatever it says, becomes structure.
 
@@ -12,11 +12,12 @@ Formats know messages, which belong to ``k3rl.envs``; tokenizers know strings on
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from k3rl.errors import ConfigError, suggest
-from k3rl.model.bpe_tokenizer import load_tokenizer
+from k3rl.model.bpe_tokenizer import byte_tokenizer, load_tokenizer
 from k3rl.model.tokenizer import TinyTokenizer, Tokenizer
 from k3rl.rollout.formats.compact import CompactFormat
 from k3rl.rollout.formats.xtml import XtmlFormat
@@ -66,8 +67,20 @@ class ChatFormat(Protocol):
 def make_chat_format(
     name: str, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), **options: Any
 ) -> ChatFormat:
-    """The format called ``name``. ``tools`` are the schemas of the environment; ``options`` are the format's own."""
-    return _format_type(name)(tokenizer, tools, **options)
+    """The format called ``name``. ``tools`` are the schemas of the environment; ``options`` are the format's own.
+
+    Raises:
+        ConfigError: there is no such format, or it has no such option; names the near ones.
+    """
+    kind = _format_type(name)
+    parameters = inspect.signature(kind).parameters.values()
+    known = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    for option in options.keys() - set(known):
+        there_are = f"there are {', '.join(known)}" if known else "it has none"
+        raise ConfigError(
+            f"chat_options: {option!r} is no option of chat format {name!r}; {there_are}.{suggest(option, known)}"
+        )
+    return kind(tokenizer, tools, **options)
 
 
 def make_tokenizer(name: str, words: Iterable[str], tool_names: Iterable[str]) -> TinyTokenizer:
@@ -93,12 +106,15 @@ def build_chat_format(config: RunConfig) -> ChatFormat:
     from k3rl.envs.registry import make
 
     env: Any = make(config.environment.id, **config.environment.options).unwrapped
+    tokenizer: Tokenizer
     if config.tokenizer == "tiny":
         names = [tool["name"] for tool in env.tool_schemas]
-        tokenizer: Tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
+        tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
+    elif config.tokenizer == "bytes":
+        tokenizer = byte_tokenizer(_format_type(config.chat_format).MARKERS)
     else:
         tokenizer = load_tokenizer(config.tokenizer)
-    return make_chat_format(config.chat_format, tokenizer, env.tool_schemas)
+    return make_chat_format(config.chat_format, tokenizer, env.tool_schemas, **config.chat_options)
 
 
 def _format_type(name: str) -> type[CompactFormat] | type[XtmlFormat]:

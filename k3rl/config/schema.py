@@ -271,8 +271,10 @@ class RunConfig:
     run_root: str = "runs"
     model: ModelConfig
     tokenizer: str = "tiny"
-    """``tiny``, made from the words of the environment and the format, or the folder of a published tokenizer."""
+    """``tiny``, made from the words of the environment and the format, ``bytes``, or a published tokenizer's folder."""
     chat_format: Literal["compact", "xtml"] = "compact"
+    chat_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the format: ``thinking``, ``effort`` (low, medium, high, max) and ``wording`` (a file) of ``xtml``."""
     environment: EnvironmentConfig
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of each reward component; none given means ``{outcome: 1.0}``."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import torch
 
-from k3rl.config import load_model_config, model_from_dict
+from k3rl.config import from_dict, load_model_config, model_from_dict
 from k3rl.model.config import cache_bytes, count_parameters, kda_state_bytes
 from k3rl.model.hf_config import from_hf_config
 from k3rl.model.pretrained import Shards, convert, write_folder
 from k3rl.observe.console import table
+from k3rl.rollout.chat_format import build_chat_format
+from k3rl.rollout.formats.xtml import XtmlFormat
 from k3rl.weights.checkpoint import load
 
 if TYPE_CHECKING:
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
     from k3rl.model.pretrained import ExpertFormat
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where Hugging Face's tokenizers look for it."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -32,10 +37,23 @@ def convert_folder(
         checkpoint = load(source)
         config = model_from_dict(dict(checkpoint.model_config))
         write_folder(config, checkpoint.model.items(), target, kind, experts or "plain", shard_bytes, None)
+        _write_chat_files(source, target)
     else:
         convert(source, target, dtype=kind, experts=experts, max_shard_bytes=shard_bytes)
     shards = Shards(target)
     print(f"{target}: {len(list(shards))} tensors, experts {shards.expert_format}")
+
+
+def _write_chat_files(checkpoint: Path, target: Path) -> None:
+    """Write the tokenizer and, where the format has one, the chat template of the run that ``checkpoint`` is of."""
+    run_config = checkpoint.resolve().parent.parent / "config.json"
+    if not run_config.is_file():
+        print(f"no tokenizer written: {run_config}, which says the run's, is not there")
+        return
+    chat_format = build_chat_format(from_dict(json.loads(run_config.read_text())))
+    chat_format.tokenizer.save(target)
+    if isinstance(chat_format, XtmlFormat):
+        (target / CHAT_TEMPLATE).write_text(chat_format.chat_template(), encoding="utf-8")
 
 
 def print_sizes(paths: Sequence[Path]) -> None:

@@ -26,8 +26,14 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     Raises ConfigError before anything is started or changed; after any other error the run can be resumed.
     """
     # Absolute, since the actors have working directories of their own.
-    tokenizer = config.tokenizer if config.tokenizer == "tiny" else str(Path(config.tokenizer).resolve())
-    config = dataclasses.replace(config, run_root=str(Path(config.run_root).resolve()), tokenizer=tokenizer)
+    made = config.tokenizer in ("tiny", "bytes")
+    tokenizer = config.tokenizer if made else str(Path(config.tokenizer).resolve())
+    options = dict(config.chat_options)
+    if "wording" in options:
+        options["wording"] = str(Path(options["wording"]).resolve())
+    config = dataclasses.replace(
+        config, run_root=str(Path(config.run_root).resolve()), tokenizer=tokenizer, chat_options=options
+    )
     run_dir = config.run_dir
     config_path, summary_path = run_dir / "config.json", run_dir / "summary.json"
     if resume and not config_path.exists():

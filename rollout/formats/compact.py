@@ -63,9 +63,8 @@ class CompactFormat:
         ids: list[int] = []
         for message in messages:
             if message.role == "assistant":
-                answer = message.content if message.content or not message.calls else None
                 ids.append(self._ids["<|asst|>"])
-                ids += self.render_action(AssistantAction(calls=message.calls, answer=answer))
+                ids += self.render_action(AssistantAction.of(message))
             else:
                 ids += self._section(_OPENERS[message.role], message.content)
                 ids.append(self._ids["<|end|>"])
@@ -77,6 +76,8 @@ class CompactFormat:
             raise ValueError("an action to render has calls or an answer, and no error")
         ids: list[int] = []
         for call in action.calls:
+            if call.invalid_json is not None:
+                raise ValueError(f"the arguments of {call.name!r} are no JSON, which this format has no place for")
             ids += self._section("<|call|>", check_name(call.name))
             ids += self._render_arguments(call)
         if action.answer is not None:

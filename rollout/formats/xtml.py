@@ -13,16 +13,24 @@ mode, line breaks added::
 
 Without thinking there is no think channel and the prefix opens ``response``. Strings are raw, other values JSON.
 Each piece is encoded apart, as K3 does it (a tag name; an attribute's key, ``="``, value and closing quote; a text).
-The heading of the tool declaration and the sentence about effort are ours; K3's literals are in its own encoder.
+
+The system speaks in messages of its own: ``tool-declare`` before everything and wherever a message adds tools,
+``thinking-effort`` behind the first, and, after all else so that no cached prefix changes, ``tool-choice`` and
+``response-format``, which hold for the next turn alone. Their sentences (:class:`Wording`) are ours.
+``xtml.jinja`` renders the same text for programs that take a chat template.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from k3rl.envs.base import AssistantAction, Message, ParseError, ToolCall
+from k3rl.errors import ConfigError, suggest
 from k3rl.rollout.formats.pieces import Piece, split_turn
 from k3rl.rollout.formats.strict_json import ParseFailure, check_name, dump_json, parse_json
 
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
     from k3rl.model.tokenizer import Tokenizer
 
 Effort = Literal["low", "medium", "high", "max"]
+ToolChoice = Literal["required", "none"]
 
 _OPEN, _CLOSE, _SEP, _END = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 _HEADER = re.compile(r'([a-z]+)((?: [a-z]+="[^"]*")*)')
@@ -39,8 +48,44 @@ _ATTRIBUTE = re.compile(r' ([a-z]+)="([^"]*)"')
 _ENTITY = re.compile(r"&(amp|quot);")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wording:
+    """What the system's own messages say; ``{json}`` and ``{effort}`` are filled in.
+
+    The released K3 was trained with sentences of Moonshot's, which are in its own encoder: write them into a JSON file
+    with these keys and name it as the option ``wording`` when you go on from that checkpoint.
+    """
+
+    tools: str = "# Tools\n\n```json\n{json}\n```"
+    more_tools: str = "# More tools\n\nThese are added to the tools above.\n\n```json\n{json}\n```"
+    effort: str = "Thinking effort: {effort}."
+    tool_choice_required: str = "Tool choice: required. The next message calls a tool."
+    tool_choice_none: str = "Tool choice: none. The next message calls no tool."
+    json_object: str = "Response format: json_object. The response is one JSON object, no more."
+    json_schema: str = (
+        "Response format: json_schema. The response is JSON of this schema, no more.\n\n```json\n{json}\n```"
+    )
+
+    @staticmethod
+    def load(path: str | Path) -> Wording:
+        """Read a JSON file; what it does not give stays ours. ConfigError names what is wrong with it."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"chat_options.wording: {path} is no readable JSON: {error}") from error
+        known = [f.name for f in fields(Wording)]
+        if not isinstance(values, dict) or not all(isinstance(text, str) for text in values.values()):
+            raise ConfigError(f"chat_options.wording: {path} must hold an object of strings")
+        for key in values.keys() - set(known):
+            raise ConfigError(
+                f"chat_options.wording: {path} has an unknown key {key!r}; known are {', '.join(known)}."
+                + suggest(key, known)
+            )
+        return Wording(**values)
+
+
 class XtmlFormat:
-    """Renders and parses XTML. ``effort`` is announced in thinking mode only."""
+    """Renders and parses XTML. ``effort`` is announced in thinking mode only; ``wording`` names a JSON file."""
 
     MARKERS = (_END, _OPEN, _CLOSE, _SEP)
     WORDS = (
@@ -55,13 +100,18 @@ class XtmlFormat:
         *,
         thinking: bool = False,
         effort: Effort | None = None,
+        wording: str | Path | None = None,
     ) -> None:
         if effort is not None and not thinking:
-            raise ValueError("effort is a matter of thinking mode: set thinking, or leave effort out")
+            raise ConfigError("chat_options.effort: a matter of thinking mode; set thinking: true, or leave it out")
+        if effort is not None and effort not in get_args(Effort):
+            raise ConfigError(f"chat_options.effort: must be one of {', '.join(get_args(Effort))}, got {effort!r}")
         self._tokenizer = tokenizer
         self._ids = {name: tokenizer.marker(name) for name in self.MARKERS}
         self._thinking = thinking
         self._effort = effort
+        self._fixed = functools.cache(tokenizer.encode)  # of tags and keys, which are few
+        self._wording = Wording() if wording is None else Wording.load(wording)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -73,40 +123,44 @@ class XtmlFormat:
         """The id of ``<|end_of_msg|>``."""
         return frozenset((self._ids[_END],))
 
-    def render_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of the tool declaration (if any), the effort (if set), the messages and the generation prefix."""
+    def render_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        tool_choice: ToolChoice | None = None,
+        response_format: Literal["json_object"] | Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Ids of the tool declaration (if any), the effort (if set), the messages and the generation prefix.
+
+        ``tool_choice`` and ``response_format`` (a mapping is a JSON schema) hold for the next turn alone.
+        """
         ids: list[int] = []
         if tools:
-            # Sorted keys: the declaration is a cached prefix and must not depend on how a dict was built.
-            declared = json.dumps(list(tools), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-            body = f"# Tools\n\n```json\n{declared}\n```"
-            ids += self._message({"role": "system", "type": "tool-declare"}, body)
+            ids += self._declare(self._wording.tools, tools)
         if self._effort is not None:
-            ids += self._message({"role": "system", "type": "thinking-effort"}, f"Thinking effort: {self._effort}.")
-        return ids + self.render_observation(messages)
+            ids += self._system("thinking-effort", self._wording.effort.replace("{effort}", self._effort))
+        ids += self._messages(messages)
+        if tool_choice is not None:
+            wanted = {"required": self._wording.tool_choice_required, "none": self._wording.tool_choice_none}
+            ids += self._system("tool-choice", wanted[tool_choice])
+        if response_format == "json_object":
+            ids += self._system("response-format", self._wording.json_object)
+        elif response_format is not None:
+            ids += self._system(
+                "response-format", self._wording.json_schema.replace("{json}", _sorted(response_format))
+            )
+        return ids + self._generation_prefix()
 
     def render_observation(self, messages: Sequence[Message]) -> list[int]:
         """Ids of new messages and the generation prefix; tool results are numbered since the last turn."""
-        ids: list[int] = []
-        index = 1
-        for message in messages:
-            if message.role == "assistant":
-                answer = message.content if message.content or not message.calls else None
-                ids += self._generation_prefix() + self.render_action(
-                    AssistantAction(calls=message.calls, answer=answer)
-                )
-                index = 1
-            elif message.role == "tool":
-                ids += self._message({"role": "tool", "tool": message.tool or "", "index": str(index)}, message.content)
-                index += 1
-            else:
-                ids += self._message({"role": message.role}, message.content)
-        return ids + self._generation_prefix()
+        return self._messages(messages) + self._generation_prefix()
 
     def render_action(self, action: AssistantAction) -> list[int]:
         """Ids of the turn from the reasoning (``action.text``, thinking mode only) to ``<|end_of_msg|>``.
 
-        ValueError for an action with an error or nothing, and for calls with an empty answer, which is no answer.
+        ValueError for an action with an error or nothing, and for calls with an empty answer, which is no answer. Calls
+        whose arguments are no JSON, which conversations recorded elsewhere have, are rendered and never parsed.
         """
         if action.error is not None or (not action.calls and action.answer is None):
             raise ValueError("an action to render has calls or an answer, and no error")
@@ -134,10 +188,46 @@ class XtmlFormat:
             text = self._tokenizer.decode(ids)
             return AssistantAction(error=ParseError(kind=failure.kind, message=str(failure), text=text), text=text)
 
+    def chat_template(self) -> str:
+        """A Jinja chat template, as Hugging Face's tokenizers take it, that renders the text of the same ids.
+
+        It takes ``messages`` in OpenAI's form with arguments as objects, ``tools``, ``add_generation_prompt``,
+        ``thinking``, ``thinking_effort``, ``tool_choice`` and ``response_format``. Text is all that it can give: a
+        program that tokenises it again takes markers spelt inside a message for structure, which ids never do.
+        """
+        template = (Path(__file__).parent / "xtml.jinja").read_text(encoding="utf-8")
+        values = {"wording": asdict(self._wording), "default_thinking": self._thinking, "default_effort": self._effort}
+        settings = "".join(f"{{%- set {key} = {_jinja_literal(value)} -%}}\n" for key, value in values.items())
+        return settings + template
+
     def _generation_prefix(self) -> list[int]:
         return self._open_tag("message", {"role": "assistant"}) + self._open_tag(
             "think" if self._thinking else "response"
         )
+
+    def _messages(self, messages: Sequence[Message]) -> list[int]:
+        ids: list[int] = []
+        index = 1
+        for message in messages:
+            if message.role == "assistant":
+                ids += self._generation_prefix() + self.render_action(AssistantAction.of(message))
+                index = 1
+            elif message.role == "tool":
+                ids += self._message({"role": "tool", "tool": message.tool or "", "index": str(index)}, message.content)
+                index += 1
+            elif message.tools:
+                ids += self._declare(self._wording.more_tools, message.tools)
+            else:
+                named = {} if message.name is None else {"name": message.name}
+                ids += self._message({"role": message.role, **named}, message.content)
+        return ids
+
+    def _declare(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        wrapped = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        return self._system("tool-declare", text.replace("{json}", _sorted(wrapped)))
+
+    def _system(self, kind: str, text: str) -> list[int]:
+        return self._message({"role": "system", "type": kind}, text)
 
     def _message(self, attributes: Mapping[str, str], content: str) -> list[int]:
         ids = self._open_tag("message", attributes) + self._tokenizer.encode(content)
@@ -145,6 +235,9 @@ class XtmlFormat:
 
     def _render_call(self, call: ToolCall, index: int) -> list[int]:
         ids = self._open_tag("call", {"tool": check_name(call.name), "index": str(index)})
+        if call.invalid_json is not None:
+            ids += self._open_tag("json", {"type": "object"}) + self._tokenizer.encode(call.invalid_json)
+            return ids + self._close_tag("json") + self._close_tag("call")
         for key, value in call.arguments.items():
             text = value if isinstance(value, str) else dump_json(value)
             ids += self._open_tag("argument", {"key": check_name(key), "type": _type_name(value)})
@@ -152,13 +245,14 @@ class XtmlFormat:
         return ids + self._close_tag("call")
 
     def _open_tag(self, name: str, attributes: Mapping[str, str] | None = None) -> list[int]:
-        pieces = [name]
+        ids = [self._ids[_OPEN], *self._fixed(name)]
         for key, value in (attributes or {}).items():
-            pieces += [f" {key}", '="', value.replace("&", "&amp;").replace('"', "&quot;"), '"']
-        return [self._ids[_OPEN], *(i for piece in pieces for i in self._tokenizer.encode(piece)), self._ids[_SEP]]
+            escaped = value.replace("&", "&amp;").replace('"', "&quot;")
+            ids += self._fixed(f" {key}") + self._fixed('="') + self._tokenizer.encode(escaped) + self._fixed('"')
+        return [*ids, self._ids[_SEP]]
 
     def _close_tag(self, name: str) -> list[int]:
-        return [self._ids[_CLOSE], *self._tokenizer.encode(name), self._ids[_SEP]]
+        return [self._ids[_CLOSE], *self._fixed(name), self._ids[_SEP]]
 
 
 class _Reader:
@@ -274,6 +368,16 @@ def _type_name(value: Any) -> str:
         if isinstance(value, kind):
             return name
     raise ValueError(f"an argument of type {type(value).__name__} is not JSON")
+
+
+def _sorted(value: Any) -> str:
+    """Compact JSON, keys sorted: a declaration is a cached prefix and must not depend on how a dict was built."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def _jinja_literal(value: Any) -> str:
+    """JSON is Jinja's notation too, but for null."""
+    return "none" if value is None else json.dumps(value)
 
 
 def _refuse_text(text: str) -> None:

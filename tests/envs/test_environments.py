@@ -1,6 +1,8 @@
 import math
 import random
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import gymnasium
@@ -57,6 +59,19 @@ def test_shop_demonstrator_succeeds_about_half_of_the_time() -> None:
         wins += play(env, env.unwrapped.demonstrator(np.random.default_rng(i)), task(i)).total("outcome")
     env.close()
     assert 0.42 < wins / 2000 < 0.55
+
+
+def test_a_shop_in_use_has_a_real_file_and_leaves_nothing_behind_if_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    env: Any = make(IDS[0]).unwrapped
+    env.reset(options={"task": task(0)})
+    env.step(call("find", name="bokip"))
+    (_, _, path) = env._db.execute("PRAGMA database_list").fetchone()
+    assert path.startswith(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+    env.close()
 
 
 def test_asked_names_of_splits_are_disjoint() -> None:

@@ -20,6 +20,7 @@ from k3rl.model.bpe_tokenizer import (
     HuggingFaceTokenizer,
     TiktokenTokenizer,
     _pieces,
+    byte_tokenizer,
     load_tokenizer,
 )
 from k3rl.model.tokenizer import Tokenizer
@@ -61,7 +62,7 @@ def _hugging_face() -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(backend.to_str())
 
 
-TOKENIZERS = {"tiktoken": _tiktoken(), "hugging_face": _hugging_face()}
+TOKENIZERS = {"tiktoken": _tiktoken(), "hugging_face": _hugging_face(), "bytes": byte_tokenizer(MARKERS)}
 each = pytest.mark.parametrize("name", TOKENIZERS)
 
 
@@ -107,7 +108,13 @@ def test_a_saved_tokenizer_is_found_by_its_files_and_means_the_same_ids(name: st
     assert (loaded.digest, loaded.vocab_size) == (tokenizer.digest, tokenizer.vocab_size)
     assert loaded.markers == tokenizer.markers
     assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
-    assert len(loaded.encode(TEXT)) < len(TEXT) / 1.5  # merges are used
+    if name != "bytes":
+        assert len(loaded.encode(TEXT)) < len(TEXT) / 1.5  # merges are used
+
+
+@given(st.text())
+def test_the_byte_tokenizer_gives_the_bytes(text: str) -> None:
+    assert TOKENIZERS["bytes"].encode(text) == list(text.encode())
 
 
 def test_another_merge_or_marker_is_another_digest() -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3rl.errors import CheckpointError, ConfigError
-from k3rl.model.tokenizer import TinyTokenizer
+from k3rl.model.bpe_tokenizer import load_tokenizer
+from k3rl.model.tokenizer import TINY_FILE, TinyTokenizer
 
 WORDS = ("price", "of", "stock", "find", "order_item")
 MARKERS = ("<|end|>", "<|user|>", "<|call|>")
@@ -71,8 +72,9 @@ def test_decode_accepts_any_ids() -> None:
 
 
 def test_a_saved_tokenizer_loads_with_the_same_ids_and_digest(tmp_path: Path) -> None:
-    TOKENIZER.save(tmp_path / "tokenizer.json")
-    loaded = TinyTokenizer.load(tmp_path / "tokenizer.json")
+    TOKENIZER.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert isinstance(loaded, TinyTokenizer)
     assert loaded.digest == TOKENIZER.digest
     assert loaded.vocab_size == TOKENIZER.vocab_size
     assert loaded.markers == TOKENIZER.markers
@@ -92,10 +94,9 @@ def test_the_digest_depends_on_words_markers_and_their_order() -> None:
     "text", ["", "{}", "[1]", '{"type": "bpe"}', '{"type": "tiny", "words": ["a b"], "markers": []}']
 )
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        TinyTokenizer.load(path)
+    (tmp_path / TINY_FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=TINY_FILE):
+        TinyTokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(

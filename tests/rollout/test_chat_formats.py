@@ -313,7 +313,8 @@ def test_xtml_text_is_k3s() -> None:
     tools = [{"name": "find", "description": "dé", "parameters": {"type": "object", "properties": {}}}]
     assert _text(xtml, xtml.render_prompt((Message("user", "hi"),), tools)) == (
         '<|open|>message role="system" type="tool-declare"<|sep|># Tools\n\n```json\n'
-        '[{"description":"dé","name":"find","parameters":{"properties":{},"type":"object"}}]\n```'
+        '[{"function":{"description":"dé","name":"find","parameters":{"properties":{},"type":"object"}},'
+        '"type":"function"}]\n```'
         "<|close|>message<|sep|><|end_of_msg|>"
         '<|open|>message role="system" type="thinking-effort"<|sep|>Thinking effort: high.'
         "<|close|>message<|sep|><|end_of_msg|>"

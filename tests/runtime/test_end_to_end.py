@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 
 from k3rl.buffer.ledger import Attempt, Ledger
 from k3rl.cli.app import app
+from k3rl.model.bpe_tokenizer import load_tokenizer
 from k3rl.model.pretrained import from_pretrained
 from k3rl.observe.tracker import read_metrics
 from k3rl.runtime.event_log import check_order, read_events
@@ -378,6 +379,7 @@ def test_a_runs_checkpoint_becomes_a_published_folder_and_back(undisturbed: Job,
     loaded, kept = from_pretrained(tmp_path / "a").state_dict(), load(checkpoint).model
     assert loaded.keys() == kept.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in kept.items())
+    assert load_tokenizer(tmp_path / "a").digest[:16] in load(checkpoint).vocabulary
     code, output = k3rl("convert", tmp_path / "a", tmp_path / "b", "--experts", "mxfp4", "--dtype", "bfloat16")
     assert (code, "experts mxfp4" in output) == (0, True), output
     code, output = k3rl("sizes", tmp_path / "b", ROOT / "configs/model/k3.yaml")

@@ -16,12 +16,9 @@ only a look at the stock tells. Names of a split's items hash to that split: no 
 from __future__ import annotations
 
 import re
-import shutil
 import sqlite3
 import tempfile
-import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from k3rl.envs.base import Message, Observation, split_of
@@ -78,7 +75,6 @@ class ShopEnvironment(ToolEnvironment):
         ShopPlayer(slips=self._slips)  # refuses unknown slips now, not in the first demonstration
         self._kinds = kinds
         self._db: sqlite3.Connection | None = None
-        self._cleanup: weakref.finalize[Any, Any] | None = None
         self._goal = _Goal("P", 0, "", (), ())
         self._seen: list[str] = []
 
@@ -164,12 +160,10 @@ class ShopEnvironment(ToolEnvironment):
         return "done"
 
     def close(self) -> None:
-        """Close and remove the database; may be called again."""
+        """Close the database, which ends its file; may be called again."""
         if self._db is not None:
             self._db.close()
             self._db = None
-        if self._cleanup is not None:
-            self._cleanup()
 
     def _reach(self, milestone: str, item: str) -> None:
         if item == str(self._goal.item) and milestone not in self._seen:
@@ -181,11 +175,11 @@ class ShopEnvironment(ToolEnvironment):
 
     def _open(self) -> sqlite3.Connection:
         if self._db is None:
-            folder = tempfile.mkdtemp(prefix="k3rl-shop-")
-            self._cleanup = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-            # One episode's steps may run in different threads, one at a time.
-            self._db = sqlite3.connect(Path(folder) / "shop.db", isolation_level=None, check_same_thread=False)
-            self._db.executescript(_SCHEMA)
+            # The name goes once the file is open: a worker that is killed leaves nothing on the disk.
+            with tempfile.NamedTemporaryFile(prefix="k3rl-shop-", suffix=".db") as file:
+                # One episode's steps may run in different threads, one at a time.
+                self._db = sqlite3.connect(file.name, isolation_level=None, check_same_thread=False)
+                self._db.executescript(_SCHEMA)
         return self._db
 
 
