@@ -3,7 +3,7 @@
 ``config.json``, ``model-0000i-of-0000n.safetensors`` with their index, and whatever else the folder holds (tokenizer,
 template). Tensor names and shapes are those of the published checkpoints. The model's own tensors differ in four ways:
 the experts of a layer are stacked, ``A_log`` is not padded, a low-rank gate is one module, and AttnRes has a module for
-each mix. Beside the model, memory holds two copies of one shard and one stacked tensor.
+each mix. Converting holds a file that is read, one that is written, and one layer's experts.
 """
 
 from __future__ import annotations
@@ -167,7 +167,10 @@ def _stored(name: str, config: ModelConfig, outer: str, is_k3: bool, experts: Ex
 
 
 class Shards:
-    """The safetensors files of a folder as one table of tensors, each read when it is asked for."""
+    """The safetensors files of a folder as one table of tensors, each read when it is asked for.
+
+    One file is open at a time: a file's pages count as this process's memory for as long as it is.
+    """
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -179,34 +182,44 @@ class Shards:
             files = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
         else:
             files = ["model.safetensors"]
-        self._owner: dict[str, Any] = {}
+        self._file: dict[str, Path] = {}
         self._spelt: dict[str, str] = {}
+        self._open: tuple[Path, Any] | None = None
         for file in files:
             if not (folder / file).is_file():
                 raise CheckpointError(f"{folder} has no {file}, which its index names")
-            opened = safe_open(folder / file, framework="pt")
-            names = opened.keys()  # safe_open is no mapping
-            spelt = {_published(name): name for name in names}
-            self._owner |= dict.fromkeys(spelt, opened)
+            with safe_open(folder / file, framework="pt") as opened:
+                names = opened.keys()  # safe_open is no mapping
+                spelt = {_published(name): name for name in names}
+            self._file |= dict.fromkeys(spelt, folder / file)
             self._spelt |= spelt
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._owner)
+        return iter(self._file)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._owner
+        return name in self._file
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._owner[name].get_slice(self._spelt[name]).get_shape())
+        return tuple(self._opened(name).get_slice(self._spelt[name]).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
-        return self._owner[name].get_tensor(self._spelt[name])
+        return self._opened(name).get_tensor(self._spelt[name])
+
+    def _opened(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        file = self._file[name]
+        if self._open is None or self._open[0] != file:
+            self._open = None  # before the next one is mapped
+            self._open = file, safe_open(file, framework="pt")
+        return self._open[1]
 
     @property
     def expert_format(self) -> ExpertFormat:
-        return "mxfp4" if any(name.endswith(".weight_packed") for name in self._owner) else "plain"
+        return "mxfp4" if any(name.endswith(".weight_packed") for name in self._file) else "plain"
 
     def check(self, wanted: dict[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError that lists what is missing, not expected, or of another shape."""
@@ -365,9 +378,11 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], max
     """Write files as they fill up, then give them their names, which say how many there are, and write the index."""
     from safetensors.torch import save_file
 
+    # One buffer for every file: many small tensors that live as long as a file would leave holes all over the heap.
+    buffer = torch.empty(max_shard_bytes, dtype=torch.uint8)
     pending: dict[str, torch.Tensor] = {}
     files: list[list[str]] = []
-    size = total = 0
+    used = total = 0
 
     def flush() -> None:
         save_file(pending, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
@@ -375,14 +390,16 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], max
         pending.clear()
 
     for name, tensor in tensors:
-        # A copy: a slice would keep the whole stacked tensor alive, and shared memory cannot be stored.
-        tensor = tensor.contiguous().clone()
         num_bytes = tensor.numel() * tensor.element_size()
-        if pending and size + num_bytes > max_shard_bytes:
+        start = -(-used // 8) * 8  # where any element may begin
+        if pending and start + num_bytes > max_shard_bytes:
             flush()
-            size = 0
-        pending[name] = tensor
-        size, total = size + num_bytes, total + num_bytes
+            start = 0
+        if num_bytes > max_shard_bytes:
+            pending[name] = tensor.contiguous().clone()  # has a file of its own
+        else:
+            pending[name] = buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        used, total = start + num_bytes, total + num_bytes
     flush()
     weight_map = {}
     for i, names in enumerate(files):

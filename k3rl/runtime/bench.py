@@ -5,20 +5,25 @@ Documentation quotes these files and nothing else; a row that was not run is abs
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from k3rl.config import load_config
+from k3rl.config import ModelConfig, load_config, load_model_config
 from k3rl.errors import ConfigError, suggest
+from k3rl.model.pretrained import ExpertFormat, convert, save_pretrained
+from k3rl.model.transformer import K3Model
 from k3rl.observe.console import table
 from k3rl.runtime.job import run_job
+from k3rl.runtime.memory import watch_memory
 
 RESULTS = Path("benchmarks/results")
 DEMO_SEEDS = (0, 1, 2)
@@ -26,7 +31,7 @@ DEMO_SEEDS = (0, 1, 2)
 
 def bench(subject: str) -> Path:
     """Run the benchmark called ``subject`` from the repository's root; return the file of its results."""
-    subjects = {"demo": _bench_demo}
+    subjects = {"demo": _bench_demo, "convert": _bench_convert}
     if subject not in subjects:
         raise ConfigError(f"no benchmark {subject!r}; there are {', '.join(subjects)}.{suggest(subject, subjects)}")
     started = datetime.datetime.now(datetime.UTC)
@@ -79,11 +84,47 @@ def _bench_demo() -> Iterator[list[dict[str, Any]]]:
         yield _demo_rows(summary, f"seed {seed}")
 
 
+def _bench_convert() -> Iterator[list[dict[str, Any]]]:
+    """Peak memory of rewriting a checkpoint of 2.3 GiB in files of 512 MiB."""
+    small = dataclasses.replace(
+        load_model_config(Path("configs/model/k3_nano.yaml")),
+        num_layers=6,
+        mla_layers=(3, 5),
+        vocab_size=16384,
+        num_experts=64,
+        expert_dim=1024,
+        shared_dim=1024,
+    )
+    yield from convert_rows(small, 512 * 2**20)
+
+
+def convert_rows(config: ModelConfig, shard_bytes: int) -> Iterator[list[dict[str, Any]]]:
+    """Convert a random model to and fro; at most two files and one layer's experts may be held at a time."""
+    with tempfile.TemporaryDirectory() as folder:
+        at = Path(folder)
+        save_pretrained(K3Model(config), at / "plain", max_shard_bytes=shard_bytes)
+        layer = 3 * 4 * config.num_experts * config.expert_dim * (config.latent_dim or config.hidden_size)
+        goal = (2 * shard_bytes + layer) / 2**20
+        ways: tuple[tuple[str, str, ExpertFormat], ...]
+        ways = (("plain", "copy", "plain"), ("plain", "packed", "mxfp4"), ("packed", "unpacked", "plain"))
+        for source, target, experts in ways:
+            with watch_memory(".safetensors") as peak:
+                convert(at / source, at / target, experts=experts, max_shard_bytes=shard_bytes)
+            shape = f"{source} to {target}, files of {shard_bytes / 2**20:g} MiB"
+            yield [_row("peak memory of convert", shape, peak.num_bytes / 2**20, goal, "MiB", at_most=True)]
+
+
+def _row(
+    what: str, shape: str, ours: float, goal: float, unit: str, *, at_most: bool = False, **other: Any
+) -> dict[str, Any]:
+    holds = ours <= goal if at_most else ours >= goal
+    fields = {"baseline": None, "baseline_name": None, "floor": None, **other}
+    return {"what": what, "shape": shape, "ours": ours, **fields, "goal": goal, "unit": unit, "holds": holds}
+
+
 def _demo_rows(summary: dict[str, Any], shape: str) -> list[dict[str, Any]]:
-    def row(what: str, ours: float, goal: float, unit: str, *, at_most: bool = False, **other: Any) -> dict[str, Any]:
-        holds = ours <= goal if at_most else ours >= goal
-        fields = {"baseline": None, "baseline_name": None, "floor": None, **other}
-        return {"what": what, "shape": shape, "ours": ours, **fields, "goal": goal, "unit": unit, "holds": holds}
+    def row(what: str, ours: float, goal: float, unit: str, **other: Any) -> dict[str, Any]:
+        return _row(what, shape, ours, goal, unit, **other)
 
     after_sft, after_rl, sft_only = (summary[f"success_{n}"] for n in ("after_sft", "after_rl", "sft_only"))
     return [
