@@ -122,7 +122,7 @@ def sizes(
 
 
 @app.command()
-def bench(subject: Annotated[str, typer.Argument(help="What to measure: demo or convert.")] = "demo") -> None:
+def bench(subject: Annotated[str, typer.Argument(help="What to measure: demo or model_convert.")] = "demo") -> None:
     """Measure something and write the figures to benchmarks/results/ (from the repository's root)."""
     with _user_errors():
         from k3rl.runtime.bench import bench as run_benchmark

@@ -31,7 +31,7 @@ DEMO_SEEDS = (0, 1, 2)
 
 def bench(subject: str) -> Path:
     """Run the benchmark called ``subject`` from the repository's root; return the file of its results."""
-    subjects = {"demo": _bench_demo, "convert": _bench_convert}
+    subjects = {"demo": _bench_demo, "model_convert": _bench_model_convert}
     if subject not in subjects:
         raise ConfigError(f"no benchmark {subject!r}; there are {', '.join(subjects)}.{suggest(subject, subjects)}")
     started = datetime.datetime.now(datetime.UTC)
@@ -84,7 +84,7 @@ def _bench_demo() -> Iterator[list[dict[str, Any]]]:
         yield _demo_rows(summary, f"seed {seed}")
 
 
-def _bench_convert() -> Iterator[list[dict[str, Any]]]:
+def _bench_model_convert() -> Iterator[list[dict[str, Any]]]:
     """Peak memory of rewriting a checkpoint of 2.3 GiB in files of 512 MiB."""
     small = dataclasses.replace(
         load_model_config(Path("configs/model/k3_nano.yaml")),
@@ -99,7 +99,7 @@ def _bench_convert() -> Iterator[list[dict[str, Any]]]:
 
 
 def convert_rows(config: ModelConfig, shard_bytes: int) -> Iterator[list[dict[str, Any]]]:
-    """Convert a random model to and fro; at most two files and one layer's experts may be held at a time."""
+    """Convert a random model there and back; at most two files and one layer's experts may be held at a time."""
     with tempfile.TemporaryDirectory() as folder:
         at = Path(folder)
         save_pretrained(K3Model(config), at / "plain", max_shard_bytes=shard_bytes)
