@@ -122,6 +122,34 @@ def sizes(
 
 
 @app.command()
+def documents(
+    path: Annotated[Path, typer.Argument(help="New Parquet file.")],
+    length: Annotated[int, typer.Option(help="Tokens of a document with its question and answer.")],
+    count: Annotated[int, typer.Option(help="Number of documents.")],
+    kind: Annotated[Literal["multi_hop", "permuted"], typer.Option(help="What its question needs.")] = "multi_hop",
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal documents.")] = 0,
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Splits share no name.")] = "train",
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a published one; left out: bytes.")] = None,
+) -> None:
+    """Write long synthetic documents whose questions need evidence from across the window."""
+    with _user_errors():
+        from k3rl.runtime.documents import write_documents
+
+        from k3rl.model.bpe_tokenizer import load_tokenizer
+
+        encode = str.encode if tokenizer is None else load_tokenizer(tokenizer).encode
+        write_documents(
+            path,
+            kind=kind,
+            length=length,
+            count=count,
+            seed=seed,
+            split=split,
+            num_tokens=lambda text: len(encode(text)),
+        )
+
+
+@app.command()
 def bench(subject: Annotated[str, typer.Argument(help="What to measure: demo or convert.")] = "demo") -> None:
     """Measure something and write the figures to benchmarks/results/ (from the repository's root)."""
     with _user_errors():
