@@ -172,10 +172,15 @@ def scan_folder(
         if int(ids.max()) >= vocabulary:
             raise ConfigError(f"text: byte {int(ids.max())} is no token of a vocabulary of {vocabulary}")
     found = list(scan(model, ids, lengths, chunk))
-    kinds = {"KDA": [r for r in found if "decay_min" in r], "MLA": [r for r in found if "entropy" in r]}
-    for kind, rows in kinds.items():
-        if rows:
-            table(f"{kind} layers of {source}, {dtype}", rows)
+    print(f"{source}, {dtype}")
+    parts = {  # of a width that a terminal has
+        "KDA: log decay": ("decay_",),
+        "KDA: tiles and states": ("decays_", "tile_", "overflow_", "state_"),
+        "MLA: attention": ("entropy",),
+    }
+    for title, starts in parts.items():
+        rows = [{k: v for k, v in row.items() if k.startswith(("layer", "length", *starts))} for row in found]
+        table(title, [row for row in rows if len(row) > 2])
     document = {
         "command": f"k3rl scan {source} --dtype {dtype} --lengths {','.join(map(str, lengths))}",
         "text": "random ids" if text is None else "bytes of a file",
