@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 QUERIES = 8
 """The last so many positions before a length are those whose attention entropy is taken."""
+SCORES = 2**24
+"""Attention scores per head of a forward: chunks shorten as the context grows, so that scores take constant memory."""
 QUANTILES = (0.01, 0.5, 0.99)
 _BINS, _LOW, _HIGH = 6000, -12.0, 3.0
 """Histogram of log10(-g): a bin is 0.6 % wide. What lies outside counts in the outermost bin."""
@@ -103,7 +105,8 @@ def scan(model: K3Model, ids_T: torch.Tensor, lengths: Sequence[int], chunk: int
     with _watched(model, kda, inputs):
         for length in lengths:
             while at < length:
-                part = ids_T[at : min(at + chunk, length)].to(weight.device)
+                size = max(1, min(chunk, SCORES // (at + chunk)))
+                part = ids_T[at : min(at + size, length)].to(weight.device)
                 found = model(TokenBatch.pack([part]), cache).cache
                 assert isinstance(found, ValueCache)
                 cache, at = found, at + len(part)
