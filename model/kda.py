@@ -126,13 +126,16 @@ class KdaMixer(nn.Module):
         shape = (len(inputs_TD), self.heads, self.key_dim)
         q = l2norm(q.reshape(shape)) * self.key_dim**-0.5
         k = l2norm(k.reshape(shape))
-        z = self.f_b_proj(self.f_a_proj(inputs_TD)).to(wide).reshape(shape)
-        g = self._log_decay(z, self.A_log.to(wide), self.dt_bias.to(wide).view(shape[1:]))
+        g = self.log_decay(inputs_TD)
         beta = torch.sigmoid(self.b_proj(inputs_TD).to(wide)).unsqueeze(-1)
         v = v.reshape(len(inputs_TD), self.heads, self.value_dim)
         return torch.cat([q, k, v, g, beta], dim=-1), window
 
-    def _log_decay(self, z: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+    def log_decay(self, inputs_TD: torch.Tensor) -> torch.Tensor:
+        """Log decay [T, H, K] of each token, at least float32, at most 0."""
+        wide = torch.promote_types(inputs_TD.dtype, torch.float32)
+        z = self.f_b_proj(self.f_a_proj(inputs_TD)).to(wide).view(len(inputs_TD), self.heads, self.key_dim)
+        A_log, dt_bias = self.A_log.to(wide), self.dt_bias.to(wide).view(self.heads, self.key_dim)
         if self.bound is None:
             return kda_softplus_gate(z, A_log, dt_bias)
         return kda_gate(z, A_log, dt_bias, self.bound)

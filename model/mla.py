@@ -48,19 +48,24 @@ class MlaMixer(nn.Module):
         """Mix [T, D], adding this layer's latents to the cache."""
         layout = memory.layout
         num, queries = layout.query_in.shape
-        q_TX = self._queries(inputs_TD)
+        q_TX = self.queries(inputs_TD)
         latent_TX, pe_TA = self.kv_a_proj_with_mqa(inputs_TD).split([self.rank, self.pe_dim], dim=-1)
         new_TX = torch.cat([self.kv_a_layernorm(latent_TX), pe_TA], dim=-1)
         latents_NLX = memory.append_latents(self.slot, new_TX)
         q_rows = torch.cat([q_TX, q_TX.new_zeros(1, q_TX.shape[1])]).index_select(0, layout.query_in.flatten())
         q_NQHX = q_rows.view(num, queries, self.heads, self.key_dim + self.pe_dim)
-        kv_b_HXR = self.kv_b_proj.weight.view(self.heads, self.key_dim + self.value_dim, self.rank)
         attend = mla_absorbed if queries <= ABSORB_QUERIES else mla_expanded
-        out = attend(q_NQHX, latents_NLX, kv_b_HXR, self.key_dim, layout.offsets)
+        out = attend(q_NQHX, latents_NLX, self.expansion, self.key_dim, layout.offsets)
         out_TX = out.reshape(num * queries, self.heads * self.value_dim).index_select(0, layout.query_out)
         return self.o_proj(out_TX if self.g_proj is None else out_TX * torch.sigmoid(self.g_proj(inputs_TD)))
 
-    def _queries(self, inputs_TD: torch.Tensor) -> torch.Tensor:
+    @property
+    def expansion(self) -> torch.Tensor:
+        """What expands a latent: per head, rows of its key, then of its value."""
+        return self.kv_b_proj.weight.view(self.heads, self.key_dim + self.value_dim, self.rank)
+
+    def queries(self, inputs_TD: torch.Tensor) -> torch.Tensor:
+        """Queries [T, H (K + A)]."""
         if self.has_low_rank_query:
             return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs_TD)))
         return self.q_proj(inputs_TD)

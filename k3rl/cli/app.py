@@ -122,6 +122,60 @@ def sizes(
 
 
 @app.command()
+def documents(
+    path: Annotated[Path, typer.Argument(help="New Parquet file.")],
+    length: Annotated[int, typer.Option(help="Tokens of a document with its question and answer.")],
+    count: Annotated[int, typer.Option(help="Number of documents.")],
+    kind: Annotated[Literal["multi_hop", "permuted"], typer.Option(help="What its question needs.")] = "multi_hop",
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal documents.")] = 0,
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="Splits share no name.")] = "train",
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of a published one; left out: bytes.")] = None,
+) -> None:
+    """Write long synthetic documents whose questions need evidence from across the window."""
+    with _user_errors():
+        from k3rl.model.bpe_tokenizer import load_tokenizer
+        from k3rl.runtime.documents import write_documents
+
+        encode = str.encode if tokenizer is None else load_tokenizer(tokenizer).encode
+        write_documents(
+            path,
+            kind=kind,
+            length=length,
+            count=count,
+            seed=seed,
+            split=split,
+            num_tokens=lambda text: len(encode(text)),
+        )
+
+
+@app.command()
+def scan(
+    source: Annotated[
+        Path, typer.Argument(exists=True, help="Checkpoint of a run, published folder, or file of configs/model/.")
+    ],
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="What the model computes in.")] = "float32",
+    lengths: Annotated[str, typer.Option(help="Tokens, ascending.")] = "32768,131072,524288",
+    text: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="File whose bytes are the tokens; left out: random ones."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="File of the figures.")] = Path("scan.json"),
+    seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
+    chunk: Annotated[int, typer.Option(help="Tokens of a forward.")] = 1024,
+) -> None:
+    """Measure decay, its reciprocal in a tile, attention entropy and KDA state norms at several lengths."""
+    with _user_errors():
+        from k3rl.errors import ConfigError
+        from k3rl.runtime.scan import scan_folder
+
+        if not all(part.strip().isdecimal() for part in lengths.split(",")):
+            raise ConfigError(f"lengths: must be numbers with commas between them, got {lengths!r}")
+        tokens = [int(part) for part in lengths.split(",")]
+        content = None if text is None else text.read_bytes()
+        scan_folder(source, out, dtype=dtype, lengths=tokens, text=content, seed=seed, chunk=chunk)
+
+
+@app.command()
 def bench(subject: Annotated[str, typer.Argument(help="What to measure: demo or model_convert.")] = "demo") -> None:
     """Measure something and write the figures to benchmarks/results/ (from the repository's root)."""
     with _user_errors():

@@ -42,17 +42,25 @@ def mla_expanded(
     return torch.einsum("nhql,nlhv->nqhv", weights_NHQL, v_NLHV.to(weights_NHQL.dtype)).to(q_NQHX.dtype)
 
 
-def mla_absorbed(
+def mla_weights(
     q_NQHX: torch.Tensor, latent_NLX: torch.Tensor, kv_b_HXR: torch.Tensor, key_dim: int, offsets_N: torch.Tensor
 ) -> torch.Tensor:
-    """The same as :func:`mla_expanded` without expanding the latents: one key head of width R + A, value width R."""
-    rank = kv_b_HXR.shape[-1]
+    """The attention weights [N, H, Q, L], at least float32, by the absorbed form. Arguments as :func:`mla_expanded`."""
     num, queries, heads, width = q_NQHX.shape
     q_lat_NQHR = torch.einsum("nqhk,hkr->nqhr", q_NQHX[..., :key_dim], kv_b_HXR[:, :key_dim])
     q_all = torch.cat([q_lat_NQHR, q_NQHX[..., key_dim:]], dim=-1).transpose(1, 2)
     q_all = q_all.reshape(num, heads * queries, latent_NLX.shape[-1])
     scores = torch.bmm(q_all, latent_NLX.transpose(1, 2)).view(num, heads, queries, latent_NLX.shape[1])
-    weights_NHQL = _causal_softmax(scores * width**-0.5, offsets_N)
+    return _causal_softmax(scores * width**-0.5, offsets_N)
+
+
+def mla_absorbed(
+    q_NQHX: torch.Tensor, latent_NLX: torch.Tensor, kv_b_HXR: torch.Tensor, key_dim: int, offsets_N: torch.Tensor
+) -> torch.Tensor:
+    """The same as :func:`mla_expanded` without expanding the latents: one key head of width R + A, value width R."""
+    rank = kv_b_HXR.shape[-1]
+    num, queries, heads, _ = q_NQHX.shape
+    weights_NHQL = mla_weights(q_NQHX, latent_NLX, kv_b_HXR, key_dim, offsets_N)
     flat = weights_NHQL.reshape(num, heads * queries, latent_NLX.shape[1])
     o_lat = torch.bmm(flat, latent_NLX[..., :rank].to(flat.dtype)).view(num, heads, queries, rank)
     return torch.einsum("nhqr,hvr->nqhv", o_lat, kv_b_HXR[:, key_dim:].to(o_lat.dtype)).to(q_NQHX.dtype)
