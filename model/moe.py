@@ -22,6 +22,8 @@ from k3rl.model.layers import FeedForward, RMSNorm, activation, linear
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from torch.distributed import ProcessGroup
+
     from k3rl.config import ModelConfig
 
 
@@ -100,7 +102,7 @@ class Balancer:
     def __init__(self, layers: Sequence[SparseMoE]) -> None:
         self._layers = list(layers)
         self.counts: list[torch.Tensor | None] = [None] * len(self._layers)
-        """Integer counts of each layer; sum them over data-parallel ranks before ``step``."""
+        """Integer counts of each layer since the last step, None where nothing was counted."""
 
     @contextmanager
     def observe(self) -> Iterator[None]:
@@ -113,13 +115,29 @@ class Balancer:
             for layer in self._layers:
                 layer.observer = None
 
-    def step(self) -> None:
-        """Update the biases from what was counted since the last step, and forget it."""
-        for layer, counts in zip(self._layers, self.counts, strict=True):
-            if counts is not None:
+    def step(self, group: ProcessGroup | None = None) -> None:
+        """Update the biases from what was counted since the last step, and forget it.
+
+        Given the ``group`` of data-parallel ranks, all of which must call, counts are summed over it with one
+        all-reduce of integers: the biases are the same bit for bit however the tokens were spread.
+        """
+        counts = [self._counted(i) for i in range(len(self._layers))]
+        if group is not None and counts:
+            together = torch.stack(counts)
+            torch.distributed.all_reduce(together, group=group)
+            counts = list(together.unbind())
+        for layer, counted in zip(self._layers, counts, strict=True):
+            if bool(counted.any()):
                 bias = layer.gate.e_score_correction_bias
-                bias.copy_(self._update(counts, bias, layer.top_k))
+                bias.copy_(self._update(counted, bias, layer.top_k))
         self.counts = [None] * len(self._layers)
+
+    def _counted(self, index: int) -> torch.Tensor:
+        counts, layer = self.counts[index], self._layers[index]
+        if counts is None:  # a rank without tokens takes part too
+            bias = layer.gate.e_score_correction_bias
+            counts = self._count(bias.new_zeros(0, len(bias)), bias, layer.top_k)
+        return counts
 
     def _count(self, scores_TE: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
         """Integer counts of one forward, which add up."""
