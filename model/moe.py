@@ -58,6 +58,7 @@ class SparseMoE(nn.Module):
         self.experts = Experts(c.num_experts, c.latent_dim or c.hidden_size, c.expert_dim)
         self.shared_experts = FeedForward(c.hidden_size, c.shared_dim, self.activate)
         self.observer: Callable[[torch.Tensor], None] | None = None
+        self.apply_experts: Callable[..., torch.Tensor] = apply_experts  # see k3rl.model.parallel
 
     def forward(
         self, inputs_TD: torch.Tensor, replay_Tk: torch.Tensor | None
@@ -75,7 +76,7 @@ class SparseMoE(nn.Module):
 
     def _routed(self, inputs_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
         w = self.experts
-        return apply_experts(inputs_TD, ids_Tk, weights_Tk, w.w1, w.w2, w.w3, self.activate)
+        return self.apply_experts(inputs_TD, ids_Tk, weights_Tk, w.w1, w.w2, w.w3, self.activate)
 
 
 class LatentMoE(SparseMoE):

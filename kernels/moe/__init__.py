@@ -2,6 +2,7 @@
 
 from k3rl.kernels.moe.reference import (
     apply_experts,
+    combine_slots,
     expert_load,
     load_quantile_update,
     qb_histogram,
@@ -14,6 +15,7 @@ from k3rl.kernels.moe.reference import (
 
 __all__ = [
     "apply_experts",
+    "combine_slots",
     "expert_load",
     "load_quantile_update",
     "qb_histogram",

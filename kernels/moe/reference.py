@@ -57,17 +57,22 @@ def apply_experts(
     activation: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     """Sum over slots of ``weight * w2(activation(w1 x, w3 x))``, [T, D]; slots are added in order, in float32."""
-    tokens, top_k = ids_Tk.shape
+    tokens = len(ids_Tk)
     if tokens * w1_EFD.numel() <= DENSE_WORK:
         gate_ETF, up_ETF = (inputs_TD @ w.transpose(1, 2) for w in (w1_EFD, w3_EFD))
         all_ETD = activation(gate_ETF, up_ETF) @ w2_EDF.transpose(1, 2)
         expert_TkD = all_ETD[ids_Tk, torch.arange(tokens, device=ids_Tk.device).unsqueeze(1)]
     else:
         expert_TkD = _sorted_experts(inputs_TD, ids_Tk, w1_EFD, w2_EDF, w3_EFD, activation)
+    return combine_slots(weights_Tk, expert_TkD)
+
+
+def combine_slots(weights_Tk: torch.Tensor, expert_TkD: torch.Tensor) -> torch.Tensor:
+    """Weighted sum [T, D] of each slot's expert output, in the order of slots, in the precision of the weights."""
     total = weights_Tk[:, 0, None] * expert_TkD[:, 0]
-    for slot in range(1, top_k):
+    for slot in range(1, weights_Tk.shape[1]):
         total = total + weights_Tk[:, slot, None] * expert_TkD[:, slot]
-    return total.to(inputs_TD.dtype)
+    return total.to(expert_TkD.dtype)
 
 
 def _sorted_experts(
