@@ -7,6 +7,7 @@ means over three seeds with Student's 95% interval; a difference is taken seed b
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import datetime
@@ -14,6 +15,7 @@ import hashlib
 import json
 import math
 import pydoc_data.topics
+import shlex
 import statistics
 import sys
 import time
@@ -76,6 +78,7 @@ FIGURES = {
     "held-out load, max / mean, worst layer": "1",
     "held-out load, coefficient of variation": "1",
     "load of a step, max / mean, last 100 steps": "1",
+    "router scores under 0.01 or over 0.99": "share",
     "gradient norm, median": "1",
     "gradient norm, largest": "1",
     "NaN or Inf among bf16 activations": "values",
@@ -157,20 +160,26 @@ def count_in_bf16(model: K3Model, batch: TokenBatch, targets: torch.Tensor) -> d
 
 
 @torch.no_grad()
-def held_out(model: K3Model, text: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Mean loss over all whole windows, and the load [L, E] on them."""
+def held_out(model: K3Model, text: torch.Tensor) -> tuple[float, torch.Tensor, float]:
+    """Mean loss over all whole windows, the load [L, E] on them, and the share of router scores near 0 or 1."""
     starts = list(range(0, len(text) - LENGTH, LENGTH))
     total, load = 0.0, torch.zeros(0)
+    extreme: list[torch.Tensor] = []
+
+    def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
+        extreme.append(((output[2] < 0.01) | (output[2] > 0.99)).double().mean())
+
     for at in range(0, len(starts), SEQUENCES):
         some = starts[at : at + SEQUENCES]
-        loss, out = loss_of(model.eval(), *cut(text, some))
+        with hooked(model.moe_layers, hook):
+            loss, out = loss_of(model.eval(), *cut(text, some))
         total += float(loss) * len(some)
         part = torch.stack([expert_load(ids, model.config.num_experts) for ids in out.routes.unbind(1)])
         load = part if at == 0 else load + part
-    return total / len(starts), load.double()
+    return total / len(starts), load.double(), float(torch.stack(extreme).mean())
 
 
-def train(arm: Arm, seed: int, steps: int, texts: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
+def train(arm: Arm, seed: int, steps: int, lr: float, texts: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """Train one model; the values of :data:`FIGURES`, and how many values the bfloat16 passes looked at."""
     began = time.perf_counter()
     config: ModelConfig = load_model_config(ROOT / "configs/model/k3_tiny.yaml")
@@ -199,14 +208,14 @@ def train(arm: Arm, seed: int, steps: int, texts: tuple[torch.Tensor, torch.Tens
         (loss + arm.auxiliary * sum(auxiliary)).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.max_grad_norm)))
         for group in optimizer.param_groups:
-            group["lr"] = OPTIMIZER.lr * lr_factor(step, steps, OPTIMIZER)
+            group["lr"] = lr * lr_factor(step, steps, OPTIMIZER)
         optimizer.step()
         if balancer is not None:
             balancer.step()
         losses.append(float(loss.detach()))
         load = out.stats["moe_load"].double()
         loads.append(float((load.amax(1) / load.mean(1)).mean()))
-    test_loss, load = held_out(model, texts[1])
+    test_loss, load, extreme = held_out(model, texts[1])
     relative = load.amax(1) / load.mean(1)
     values = (
         test_loss,
@@ -215,6 +224,7 @@ def train(arm: Arm, seed: int, steps: int, texts: tuple[torch.Tensor, torch.Tens
         float(relative.max()),
         float((load.std(1, correction=0) / load.mean(1)).mean()),
         statistics.fmean(loads[-100:]),
+        extreme,
         statistics.median(norms),
         max(norms),
         counts["activations"],
@@ -248,6 +258,8 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
     ]
     for what in ("held-out load, max / mean", "held-out load, coefficient of variation", "held-out loss"):
         for arm in BALANCING:
+            if arm.name not in runs:
+                continue
             pairs = zip(runs[base], runs[arm.name], strict=True)
             values = [ours[what] - theirs[what] for ours, theirs in pairs]
             goal = half_width(values) if what == "held-out loss" else 0.0
@@ -257,33 +269,39 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Train every arm with every seed and write the file; a second argument is the number of steps."""
+    """Train every arm with every seed and write the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lr", type=float, default=OPTIMIZER.lr)
+    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS[1:]], help="besides QB; default: all")
+    options = parser.parse_args()
+    arms = [arm for arm in ARMS if arm is ARMS[0] or not options.arms or arm.name in options.arms]
     torch.set_num_threads(1)
-    steps = int(sys.argv[2]) if len(sys.argv) > 2 else 300
     started, machine, texts = datetime.datetime.now(datetime.UTC), environment(), corpus()
-    runs: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in ARMS}
+    runs: dict[str, list[dict[str, float]]] = {arm.name: [] for arm in arms}
     for seed in SEEDS:
-        for arm in ARMS:
-            runs[arm.name].append(train(arm, seed, steps, texts))
+        for arm in arms:
+            runs[arm.name].append(train(arm, seed, options.steps, options.lr, texts))
             print(seed, arm.name, {k: round(v, 4) for k, v in runs[arm.name][-1].items()}, flush=True)
     settings = {
         "model": "k3_tiny",
-        "steps": steps,
+        "steps": options.steps,
         "tokens_per_step": SEQUENCES * LENGTH,
-        "optimizer": dataclasses.asdict(OPTIMIZER),
+        "optimizer": dataclasses.asdict(OPTIMIZER) | {"lr": options.lr},
         "seeds": list(SEEDS),
         "corpus": "pydoc_data.topics of CPython, each paragraph once",
         "corpus_bytes": {"train": len(texts[0]), "held_out": len(texts[1])},
         "corpus_sha256": hashlib.sha256(bytes(torch.cat(texts).tolist())).hexdigest(),
     }
     result = {
-        "command": "OMP_NUM_THREADS=1 python " + " ".join(["benchmarks/ablation.py", "RESULT.json", *sys.argv[2:]]),
+        "command": "OMP_NUM_THREADS=1 python " + shlex.join(["benchmarks/ablation.py", "RESULT.json", *sys.argv[2:]]),
         "started": f"{started:%Y-%m-%dT%H:%M:%SZ}",
         "environment": machine,
         "settings": settings,
         "rows": summarise(runs),
     }
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
+    options.result.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
