@@ -134,7 +134,7 @@ def _fit(seed: int, *, rounded: bool) -> float:
 
 
 def test_experts_trained_in_mxfp4_lose_less_by_the_export_than_experts_rounded_afterwards() -> None:
-    for seed in range(5):
+    for seed in range(3):
         assert _fit(seed, rounded=True) < 0.8 * _fit(seed, rounded=False)
 
 
