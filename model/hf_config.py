@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 EXTRA = "k3rl"
-"""Key of config.json with what only this project knows: how to initialise, the state's tile, a value head."""
-EXTRA_FIELDS = ("state_tile", "head_init", "value_head")
+"""Key of config.json with what only this project knows: how to initialise, the state's tile, a value head, how
+experts are trained."""
+EXTRA_FIELDS = ("state_tile", "head_init", "value_head", "expert_format")
 MLA_NORM_EPS = 1e-6
 """The class's default in the published code; config.json does not say it."""
 K3, LINEAR = "kimi_k3", "kimi_linear"

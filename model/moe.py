@@ -18,13 +18,17 @@ from k3rl.kernels.moe import (
     router_scores,
 )
 from k3rl.model.layers import FeedForward, RMSNorm, activation, linear
+from k3rl.model.mxfp4 import round_mxfp4
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.distributed import ProcessGroup
 
     from k3rl.config import ModelConfig
+
+
+EXPERT_WEIGHTS = (".experts.w1", ".experts.w2", ".experts.w3")
 
 
 class Router(nn.Module):
@@ -40,11 +44,23 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """All routed experts, stacked: w1 gate and w3 up [E, F, D], w2 down [E, D, F]."""
 
-    def __init__(self, num_experts: int, dim: int, width: int) -> None:
+    def __init__(self, num_experts: int, dim: int, width: int, rounded: bool) -> None:
         super().__init__()
+        self.rounded = rounded  # to MXFP4 in the forward
         self.w1 = nn.Parameter(torch.empty(num_experts, width, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, width))
         self.w3 = nn.Parameter(torch.empty(num_experts, width, dim))
+
+    def weights(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """w1, w2 and w3 as the forward uses them."""
+        if not self.rounded:
+            return self.w1, self.w2, self.w3
+        return round_mxfp4(self.w1), round_mxfp4(self.w2), round_mxfp4(self.w3)
+
+
+def rounded_experts(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's state with :meth:`Experts.weights` in place of what is trained; ValueError where that is not finite."""
+    return {n: round_mxfp4(t) if n.endswith(EXPERT_WEIGHTS) else t for n, t in state.items()}
 
 
 class SparseMoE(nn.Module):
@@ -55,7 +71,7 @@ class SparseMoE(nn.Module):
         c = config
         self.top_k, self.scale, self.activate = c.experts_per_token, c.routed_scale, activation(c)
         self.gate = Router(c.hidden_size, c.num_experts)
-        self.experts = Experts(c.num_experts, c.latent_dim or c.hidden_size, c.expert_dim)
+        self.experts = Experts(c.num_experts, c.latent_dim or c.hidden_size, c.expert_dim, c.expert_format == "mxfp4")
         self.shared_experts = FeedForward(c.hidden_size, c.shared_dim, self.activate)
         self.observer: Callable[[torch.Tensor], None] | None = None
         self.apply_experts: Callable[..., torch.Tensor] = apply_experts  # see k3rl.model.parallel
@@ -75,8 +91,7 @@ class SparseMoE(nn.Module):
         return routed + self.shared_experts(inputs_TD), ids_Tk, scores_TE.detach()
 
     def _routed(self, inputs_TD: torch.Tensor, ids_Tk: torch.Tensor, weights_Tk: torch.Tensor) -> torch.Tensor:
-        w = self.experts
-        return self.apply_experts(inputs_TD, ids_Tk, weights_Tk, w.w1, w.w2, w.w3, self.activate)
+        return self.apply_experts(inputs_TD, ids_Tk, weights_Tk, *self.experts.weights(), self.activate)
 
 
 class LatentMoE(SparseMoE):

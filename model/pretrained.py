@@ -20,7 +20,7 @@ import torch
 
 from k3rl.errors import CheckpointError
 from k3rl.model.hf_config import K3, SPECIAL_TOKENS, family, from_hf_config, to_hf_config
-from k3rl.model.mxfp4 import BLOCK, pack_mxfp4, unpack_mxfp4
+from k3rl.model.mxfp4 import BLOCK, pack_mxfp4, round_mxfp4, unpack_mxfp4
 from k3rl.model.transformer import K3Model
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class StackedExperts:
     projection: str  # w1, w2 or w3
     experts: int
     form: ExpertFormat
+    rounded: bool  # to MXFP4 in the model's forward, so also where they are stored plain
 
     def shapes(self, shape: torch.Size) -> dict[str, tuple[int, ...]]:
         _, rows, columns = shape
@@ -122,7 +123,7 @@ class StackedExperts:
     def store(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         for i, weight in enumerate(tensor.unbind(0)):
             if self.form == "plain":
-                yield f"{self._base(i)}.weight", weight
+                yield f"{self._base(i)}.weight", round_mxfp4(weight) if self.rounded else weight
             else:
                 packed, scale = pack_mxfp4(weight)
                 yield f"{self._base(i)}.weight_packed", packed
@@ -158,7 +159,7 @@ def _stored(name: str, config: ModelConfig, outer: str, is_k3: bool, experts: Ex
         return Plain(f"{outer}lm_head.weight")
     full = f"{outer}model.{name}"
     if found := re.fullmatch(r"(.*\.experts\.)(w[123])", full):
-        return StackedExperts(found[1], found[2], config.num_experts, experts)
+        return StackedExperts(found[1], found[2], config.num_experts, experts, config.expert_format == "mxfp4")
     if full.endswith(".A_log"):
         padded = (max(config.num_heads, config.kda_key_dim),) if is_k3 else (1, 1, config.num_heads, 1)
         return PaddedDecay(full, config.num_heads, padded)
@@ -286,7 +287,7 @@ def save_pretrained(
     folder: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    experts: ExpertFormat = "plain",
+    experts: ExpertFormat | None = None,
     max_shard_bytes: int = 5 * 2**30,
     like: str | Path | None = None,
 ) -> None:
@@ -296,12 +297,14 @@ def save_pretrained(
         model: of one of the two families.
         folder: must not exist.
         dtype: of the stored tensors, but for those that stay float32; None keeps each as it is.
-        experts: how the routed experts are stored.
+        experts: how the routed experts are stored, None as ``model.config.expert_format`` says. A model that is trained
+            in MXFP4 is written with the values that its forward uses, in either form.
         max_shard_bytes: size of a file, unless one tensor alone is larger.
         like: folder whose tokenizer, further keys of config.json and vision tensors are carried over.
     """
     state = model.state_dict()
-    write_folder(model.config, state.items(), folder, dtype, experts, max_shard_bytes, like)
+    form = experts or model.config.expert_format
+    write_folder(model.config, state.items(), folder, dtype, form, max_shard_bytes, like)
 
 
 def convert(

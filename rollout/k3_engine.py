@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,7 @@ from k3rl.errors import EngineError, WeightSyncError
 from k3rl.kernels.sampling import sample_tokens
 from k3rl.model.batch import TokenBatch
 from k3rl.model.cache import Cache, ValueCache
+from k3rl.model.moe import rounded_experts
 from k3rl.model.transformer import K3Model
 from k3rl.rollout.engine import Completion, EngineCapabilities, Request
 from k3rl.weights.base import weights_digest
@@ -64,7 +65,8 @@ class K3Engine:
 
     def __init__(self, config: ModelConfig, version: PolicyVersion, tensors: Mapping[str, torch.Tensor]) -> None:
         self._config = config
-        self._model = K3Model(config).eval().requires_grad_(False)
+        # Experts are rounded when weights arrive, not in every forward.
+        self._model = K3Model(replace(config, expert_format="plain")).eval().requires_grad_(False)
         self._version = version
         self._rows: list[_Row] = []
         self._cache: Cache = ValueCache.empty(config, 0)  # the first rows; those added since the last step are missing
@@ -169,6 +171,11 @@ class K3Engine:
         ]
         if not problems and weights_digest(tensors) != version.digest:
             problems = [f"the tensors' digest is not {version.digest}"]
+        if not problems and self._config.expert_format == "mxfp4":
+            try:
+                tensors = rounded_experts(tensors)
+            except ValueError as error:
+                problems = [str(error)]
         if problems:
             raise WeightSyncError(f"version {version.step} refused, {self._version.step} stays: {'; '.join(problems)}")
         self._model.load_state_dict(dict(tensors))

@@ -100,7 +100,9 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder of a published checkpoint, or runs/NAME/checkpoints/step_...")],
     target: Annotated[Path, typer.Argument(help="New folder, in Hugging Face's layout.")],
     dtype: Annotated[Literal["float32", "bfloat16"] | None, typer.Option(help="Left out: as it is.")] = None,
-    experts: Annotated[Literal["plain", "mxfp4"] | None, typer.Option(help="How experts are stored.")] = None,
+    experts: Annotated[
+        Literal["plain", "mxfp4"] | None, typer.Option(help="How experts are stored; left out: as it is.")
+    ] = None,
     max_shard_gib: Annotated[float, typer.Option(min=0.001, help="Size of a file.")] = 5.0,
 ) -> None:
     """Write a checkpoint in another form, tensor by tensor: Kimi K3 or Kimi Linear, plain or MXFP4 experts."""

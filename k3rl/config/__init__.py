@@ -7,6 +7,7 @@ raises :class:`ConfigError` that names the key and, where there is one, the key 
 
 from k3rl.config.load import from_dict, load_config, load_model_config, model_from_dict, to_dict
 from k3rl.config.schema import (
+    MXFP4_BLOCK,
     TILE_ROWS,
     BufferConfig,
     EnvironmentConfig,
@@ -21,6 +22,7 @@ from k3rl.config.schema import (
 )
 
 __all__ = [
+    "MXFP4_BLOCK",
     "TILE_ROWS",
     "BufferConfig",
     "EnvironmentConfig",

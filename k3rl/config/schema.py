@@ -12,6 +12,8 @@ from k3rl.errors import ConfigError, suggest
 
 TILE_ROWS = 16
 """Rows of the sub-tile in which KDA forms exp(-cumulative decay) directly; see ``ModelConfig.kda_gate_bound``."""
+MXFP4_BLOCK = 32
+"""Columns that share a scale; see ``ModelConfig.expert_format``."""
 RECORDED_REWARDS = ("outcome", "milestone")
 """Components that environments record; every other one needs an entry in ``reward_functions``."""
 
@@ -91,6 +93,10 @@ class ModelConfig:
     expert_dim: int
     shared_dim: int
     """Width of all shared experts together (they are one feed-forward)."""
+    expert_format: Literal["plain", "mxfp4"] = "plain"
+    """``mxfp4``: quantisation-aware training. Sampling, training and export all round the routed experts to MXFP4 in
+    blocks of 32 inputs, so the width outside and inside an expert must be multiples of 32; what is trained stays
+    float32."""
     attn_res_block: int | None
     """Layers per block of Block Attention Residuals. None: a plain residual stream, as in Kimi Linear."""
     activation: Literal["situ", "swiglu"] = "situ"
@@ -131,6 +137,14 @@ class ModelConfig:
             "model.experts_per_token",
             f"must be from 1 to num_experts - 1 = {self.num_experts - 1}, got {self.experts_per_token}",
         )
+        if self.expert_format == "mxfp4":
+            for name in ("hidden_size" if self.latent_dim is None else "latent_dim", "expert_dim"):
+                width = getattr(self, name)
+                _require(
+                    width % MXFP4_BLOCK == 0,
+                    f"model.{name}",
+                    f"must be a multiple of {MXFP4_BLOCK} for model.expert_format mxfp4, got {width}",
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

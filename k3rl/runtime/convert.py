@@ -36,7 +36,7 @@ def convert_folder(
     if (source / "manifest.json").is_file():
         checkpoint = load(source)
         config = model_from_dict(dict(checkpoint.model_config))
-        write_folder(config, checkpoint.model.items(), target, kind, experts or "plain", shard_bytes, None)
+        write_folder(config, checkpoint.model.items(), target, kind, experts or config.expert_format, shard_bytes, None)
         _write_chat_files(source, target)
     else:
         convert(source, target, dtype=kind, experts=experts, max_shard_bytes=shard_bytes)

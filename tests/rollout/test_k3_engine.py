@@ -399,6 +399,34 @@ def _as_trajectory(engine: K3Engine, request: Request, completion: Completion, t
     )
 
 
+def test_experts_in_mxfp4_are_rounded_when_weights_arrive_as_in_training() -> None:
+    config, tensors = replace(CONFIG, expert_format="mxfp4"), _weights()
+    engine = K3Engine(config, _version(tensors), tensors)
+    completions = _sample(engine, *REQUESTS)
+    model = K3Model(config)
+    for request, completion in zip(REQUESTS, completions, strict=True):
+        ids = torch.tensor([*request.token_ids, *completion.token_ids.tolist()])
+        begin = len(request.token_ids) - 1
+        hidden = model(TokenBatch.pack([ids[:-1]])).hidden[begin:]
+        found = model.token_logprobs(hidden, ids[begin + 1 :], 1.0).logprob.detach().numpy()
+        assert np.abs(found - completion.logprobs).max() <= 1e-5
+    plain = _sample(_engine(), *REQUESTS)
+    assert any(np.abs(a.logprobs[:1] - b.logprobs[:1]).max() > 1e-3 for a, b in zip(plain, completions, strict=True))
+
+
+def test_an_expert_that_mxfp4_cannot_hold_is_refused_and_the_old_weights_stay() -> None:
+    config, tensors = replace(CONFIG, expert_format="mxfp4"), _weights()
+    engine = K3Engine(config, _version(tensors), tensors)
+    broken = _weights(seed=1)
+    broken["layers.1.block_sparse_moe.experts.w2"][3, 2, 1] = float("inf")
+    with pytest.raises(WeightSyncError, match="version 1 refused, 0 stays: MXFP4 has no code"):
+        engine.update_weights(_version(broken, 1), broken)
+    (found,) = _sample(engine, REQUESTS[-1])
+    (expected,) = _sample(K3Engine(config, _version(tensors), tensors), REQUESTS[-1])
+    assert found.versions == expected.versions
+    _same(found, expected)
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_b34_the_learner_computes_the_logprobs_that_the_engine_sampled_with(temperature: float) -> None:
     engine = _engine()

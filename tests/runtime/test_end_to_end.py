@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from k3rl.buffer.ledger import Attempt, Ledger
 from k3rl.cli.app import app
 from k3rl.model.bpe_tokenizer import load_tokenizer
+from k3rl.model.moe import EXPERT_WEIGHTS
 from k3rl.model.pretrained import from_pretrained
 from k3rl.observe.tracker import read_metrics
 from k3rl.runtime.event_log import check_order, read_events
@@ -386,6 +387,23 @@ def test_a_runs_checkpoint_becomes_a_published_folder_and_back(undisturbed: Job,
     assert (code, "339,046" in output, "2,779,484,379,232" in output) == (0, True, True), output
     code, output = k3rl("convert", tmp_path / "a", tmp_path / "b")
     assert (code, "nothing is overwritten" in output) == (1, True), output
+
+
+def test_a_run_with_experts_in_mxfp4_samples_trains_and_exports_one_function(tmp_path: Path) -> None:
+    quantised = job(tmp_path, "q", steps=3)
+    summary = quantised.run("model.expert_format=mxfp4")
+    assert 0.0 < summary["max_logprob_gap"] <= 1e-4
+    checkpoint = quantised.folder / "checkpoints/step_000003"
+    code, output = k3rl("convert", checkpoint, tmp_path / "packed")
+    assert (code, "experts mxfp4" in output) == (0, True), output
+    code, output = k3rl("convert", checkpoint, tmp_path / "plain", "--experts", "plain")
+    assert (code, "experts plain" in output) == (0, True), output
+    packed, plain = (from_pretrained(tmp_path / name).state_dict() for name in ("packed", "plain"))
+    trained = load(checkpoint).model
+    for name, tensor in trained.items():
+        assert torch.equal(packed[name], plain[name])
+        # What is trained keeps more than four bits.
+        assert torch.equal(packed[name], tensor) == (not name.endswith(EXPERT_WEIGHTS))
 
 
 def test_a_checkpoint_of_another_model_is_refused(undisturbed: Job, tmp_path: Path) -> None:
