@@ -101,5 +101,8 @@ def make_interpreter_right() -> None:
     Builder.cast_impl = _cast(Builder.cast_impl)
     Builder.create_fp_to_fp = _cast_rounding(Builder.create_fp_to_fp, Builder.cast_impl)
     Builder.create_dot = _dot(Builder.create_dot)
+    # The interpreter's products are exact in float32, whatever precision is named.
+    options = interpreter.interpreter_builder.options
+    object.__setattr__(options, "allowed_dot_input_precisions", ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"))
     interpreter._patch_lang_tensor = _patch_tensor(interpreter._patch_lang_tensor)
     Builder.is_right_for_bf16 = True

@@ -11,8 +11,9 @@ from k3rl.kernels.common import choose_backend, refuse
 from k3rl.kernels.kda.reference import TILE, kda_packed
 
 WIDTHS = (16, 32, 64, 128)
-PREPARE_WARPS = 2
-SCAN = {"block_v": 32, "warps": 2, "stages": 3}
+PREPARE = {"block_k": 32, "warps": 1}
+INVERT_BLOCKS = 8
+SCAN = {"block_v": 64, "warps": 4, "stages": 3}
 """Measured on an H200 (benchmarks/kernels_on_gpu.py); one choice for all shapes."""
 
 
@@ -109,24 +110,30 @@ def _forward(
     lower_bound: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # Lazily: a machine without Triton runs the reference.
-    from k3rl.kernels.kda.kernel import prepare_kernel, scan_kernel
+    from k3rl.kernels.kda.kernel import invert_kernel, prepare_kernel, scan_kernel
 
     _check(q, k, v, z, b)
     q, k, v, z, b = (x.contiguous() for x in (q, k, v, z, b))
     heads, key, value = q.shape[1], q.shape[2], v.shape[2]
     num, tiles = len(plan.cu_seqlens) - 1, len(plan.sequences)
-    exact = "ieee" if q.dtype == torch.float32 else "tf32x3"
+    exact = "ieee" if q.dtype == torch.float32 else "bf16x3"
     wide = q.new_empty(3, tiles, heads, TILE, key)
     square = q.new_empty(2, tiles, heads, TILE, TILE)
-    end = q.new_empty(tiles, heads, key, dtype=torch.float32)
+    end, lower, beta = (
+        q.new_empty(tiles, heads, *shape, dtype=torch.float32) for shape in ((key,), (TILE, TILE), (TILE,))
+    )
     out = torch.empty_like(v)
     final = q.new_empty(num, heads, key, value, dtype=torch.float32)
     prepare: Any = prepare_kernel
     prepare[(tiles * heads,)](
         q, k, z, b, A_log.float().contiguous(), dt_bias.float().contiguous(), plan.cu_seqlens, plan.first_tiles, plan.sequences,
-        wide[0], wide[1], wide[2], square[0], square[1], end, num, key**-0.5, lower_bound,
-        H=heads, K=key, EXACT=exact, num_warps=PREPARE_WARPS,
+        wide[0], wide[1], wide[2], lower, beta, square[1], end, num, key**-0.5, lower_bound,
+        H=heads, K=key, BK=min(PREPARE["block_k"], key), EXACT=exact, num_warps=PREPARE["warps"],
     )  # fmt: skip
+    invert: Any = invert_kernel
+    invert[(-(-tiles * heads // INVERT_BLOCKS),)](
+        lower, beta, square[0], plan.first_tiles, num, H=heads, BLOCKS=INVERT_BLOCKS, num_warps=INVERT_BLOCKS // 2
+    )
     block_v = min(SCAN["block_v"], value)
     scan: Any = scan_kernel
     scan[(num * heads * (value // block_v),)](

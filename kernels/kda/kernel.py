@@ -12,24 +12,6 @@ ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def invert_unit_lower(lower):
-    """(I + L)^-1 for strictly lower triangular L [R, R], by forward substitution in float32."""
-    rows = tl.arange(0, ROWS)
-    inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
-    for i in tl.static_range(1, ROWS):
-        factors = tl.sum(tl.where(rows[:, None] == i, lower, 0.0), 0)
-        update = tl.sum(factors[:, None] * inverse, 0)
-        inverse = tl.where(rows[:, None] == i, inverse - update[None, :], inverse)
-    return inverse
-
-
-@triton.jit
-def unit_rows(x):
-    """L2 norm to 1 of rows [R, K], as `l2norm`."""
-    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
-
-
-@triton.jit
 def log_decay(z, rate, bias, lower_bound, valid):
     """Gate of rows [R, K]; a row that does not count does not decay."""
     shifted = z + bias[None, :]
@@ -39,48 +21,63 @@ def log_decay(z, rate, bias, lower_bound, valid):
 
 
 @triton.jit
-def tile_factors(q, k, g, beta, D: tl.constexpr, EXACT: tl.constexpr):
-    """What a tile is to its state: -M (K Γ), Q Γ, K exp(c_R - c), M, A and exp(c_R).
+def decayed(q, k, g):
+    """Of some key channels of a tile: Q and K raised to and lowered from the tile's first row, and the way from there.
 
     Args:
-        q: [R, K] unit and scaled; k unit, g log decay; all float32, rows that do not count 0.
-        beta: [R].
-        D: type of the operands of products between factors.
-        EXACT: precision of float32 products.
+        q: [R, BK] unit and scaled; k unit, g log decay; all float32, rows that do not count 0.
+
+    Returns:
+        Q exp(c - c_1), K exp(c - c_1), K exp(c_1 - c), exp(c_1), exp(c_R - c_1) and exp(c_R).
     """
     rows = tl.arange(0, ROWS)
-    before = rows[:, None] > rows[None, :]
     c = tl.cumsum(g, 0)
-    first = tl.sum(tl.where(rows[:, None] == 0, c, 0.0), 0)[None, :]
-    last = tl.sum(tl.where(rows[:, None] == ROWS - 1, c, 0.0), 0)
     # Anchored at the first row: any other lies in some row's future, whose rounding would then depend on it.
-    rise = tl.exp(c - first)
-    k_fall = tl.trans(k * tl.exp(first - c))
-    alike = tl.dot(k * rise, k_fall, input_precision=EXACT)
-    scores = tl.dot(q * rise, k_fall, input_precision=EXACT)
-    inverse = invert_unit_lower(tl.where(before, beta[:, None] * alike, 0.0)) * beta[None, :]
-    # The diagonal has no decay: it stays outside of the product, or gates get a gradient of pure rounding error.
-    diagonal = tl.where(rows[:, None] == rows[None, :], tl.sum(q * k, 1)[:, None], 0.0)
-    scores = tl.where(before, scores, diagonal)
-    decay = tl.exp(c)
-    narrow = inverse.to(D)
-    keys = -tl.dot(narrow, (k * decay).to(D), input_precision=EXACT)
-    return keys, q * decay, k * tl.exp(last[None, :] - c), narrow, scores, tl.exp(last)
+    first = tl.sum(tl.where(rows[:, None] == 0, c, 0.0), 0)
+    last = tl.sum(tl.where(rows[:, None] == ROWS - 1, c, 0.0), 0)
+    rise = tl.exp(c - first[None, :])
+    return q * rise, k * rise, k * tl.exp(first[None, :] - c), tl.exp(first), tl.exp(last - first), tl.exp(last)
 
 
 @triton.jit
-def advance(state, v, keys, q_decay, k_end, inverse, scores, end, D: tl.constexpr, EXACT: tl.constexpr):
+def advance(state, v, k_decay, q_decay, k_end, inverse, scores, end, D: tl.constexpr, EXACT: tl.constexpr):
     """One tile: outputs [BV, R] and the state [BV, K] after it.
 
     Values are rows of everything here: the state is each product's left operand as it stands in registers, and no warp
     waits for another's part of it.
     """
     narrow = state.to(D)
-    delta = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=EXACT)
-    delta = tl.dot(narrow, tl.trans(keys), acc=delta, input_precision=EXACT).to(D)
+    held = tl.dot(narrow, tl.trans(k_decay), input_precision=EXACT)
     out = tl.dot(narrow, tl.trans(q_decay), input_precision=EXACT)
+    # M (V - K Γ S) in two products: the first waits for no state.
+    delta = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=EXACT)
+    delta = tl.dot((-held).to(D), tl.trans(inverse), acc=delta, input_precision=EXACT).to(D)
     out = tl.dot(delta, tl.trans(scores), acc=out, input_precision=EXACT)
     return out, tl.dot(delta, k_end, acc=state * end[None, :], input_precision=EXACT)
+
+
+@triton.jit
+def invert_kernel(
+    lower_ptr,  # [tiles, H, R, R] float32
+    beta_ptr,  # [tiles, H, R] float32
+    inverse_ptr,  # [tiles, H, R, R]
+    first_tiles_ptr,
+    num_sequences,
+    H: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """(I + L)^-1 diag(beta) of strictly lower L, by forward substitution: one column of one block in each thread."""
+    blocks, columns = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, ROWS)
+    valid = (blocks < tl.load(first_tiles_ptr + num_sequences) * H)[:, None]
+    at = blocks[:, None] * ROWS
+    beta = tl.load(beta_ptr + at + columns[None, :], mask=valid, other=0.0)
+    solved = ()
+    for i in tl.static_range(ROWS):
+        value = tl.where(columns[None, :] == i, beta, 0.0)
+        for j in tl.static_range(i):
+            value -= tl.load(lower_ptr + (at + i) * ROWS + j, mask=valid, other=0.0) * solved[j]
+        solved = solved + (value,)  # noqa: RUF005: Triton knows no starred expression
+        tl.store(inverse_ptr + (at + i) * ROWS + columns[None, :], value.to(inverse_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
@@ -94,17 +91,19 @@ def prepare_kernel(
     cu_seqlens_ptr,  # [N + 1] int64
     first_tiles_ptr,  # [N + 1] int64
     sequences_ptr,  # [tiles] int64, N where there is no tile
-    keys_ptr,  # [tiles, H, R, K] and so the next two
+    k_decay_ptr,  # [tiles, H, R, K] and so the next two
     q_decay_ptr,
     k_end_ptr,
-    inverse_ptr,  # [tiles, H, R, R] and so the next
-    scores_ptr,
+    lower_ptr,  # [tiles, H, R, R] float32
+    beta_ptr,  # [tiles, H, R] float32
+    scores_ptr,  # [tiles, H, R, R]
     end_ptr,  # [tiles, H, K] float32
     num_sequences,
     scale,
     lower_bound,
     H: tl.constexpr,
     K: tl.constexpr,
+    BK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """Factors of one tile of one head."""
@@ -112,35 +111,55 @@ def prepare_kernel(
     sequence = tl.load(sequences_ptr + tile)
     if sequence == num_sequences:
         return
-    D: tl.constexpr = keys_ptr.dtype.element_ty
-    rows, keys = tl.arange(0, ROWS), tl.arange(0, K)
+    D: tl.constexpr = k_decay_ptr.dtype.element_ty
+    rows = tl.arange(0, ROWS)
     start = tl.load(cu_seqlens_ptr + sequence) + (tile - tl.load(first_tiles_ptr + sequence)) * ROWS
     valid = start + rows < tl.load(cu_seqlens_ptr + sequence + 1)
-    at = ((start + rows) * H + head)[:, None] * K + keys[None, :]
-    q = tl.load(q_ptr + at, mask=valid[:, None], other=0.0).to(tl.float32)
-    k = tl.load(k_ptr + at, mask=valid[:, None], other=0.0).to(tl.float32)
-    z = tl.load(z_ptr + at, mask=valid[:, None], other=0.0).to(tl.float32)
-    b = tl.load(b_ptr + (start + rows) * H + head, mask=valid, other=0.0).to(tl.float32)
-    g = log_decay(z, tl.exp(tl.load(rate_ptr + head)), tl.load(bias_ptr + head * K + keys), lower_bound, valid)
+    # int64 where a tile begins, int32 inside of it: half the registers.
+    block, begin = tile * H + head, start * H + head
+    b = tl.load(b_ptr + begin + rows * H, mask=valid, other=0.0).to(tl.float32)
     beta = tl.where(valid, tl.sigmoid(b), 0.0)
-    minus_keys, q_decay, k_end, inverse, scores, end = tile_factors(
-        unit_rows(q) * scale, unit_rows(k), g, beta, D, EXACT
-    )
-    block = tile * H + head
-    whole = (block * ROWS + rows)[:, None] * K + keys[None, :]
-    square = (block * ROWS + rows)[:, None] * ROWS + rows[None, :]
-    tl.store(keys_ptr + whole, minus_keys.to(D))
-    tl.store(q_decay_ptr + whole, q_decay.to(D))
-    tl.store(k_end_ptr + whole, k_end.to(D))
-    tl.store(inverse_ptr + square, inverse)
-    tl.store(scores_ptr + square, scores.to(D))
-    tl.store(end_ptr + block * K + keys, end)
+    rate = tl.exp(tl.load(rate_ptr + head))
+    # Few channels at a time: one warp holds them in registers, and warps never wait for one another.
+    q_square, k_square = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for part in range(K // BK):
+        at = (rows * (H * K))[:, None] + (part * BK + tl.arange(0, BK))[None, :]
+        q = tl.load(q_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32)
+        q_square += tl.sum(q * q, 1)
+        k_square += tl.sum(k * k, 1)
+    q_unit, k_unit = tl.rsqrt(q_square + 1e-6) * scale, tl.rsqrt(k_square + 1e-6)
+    alike, scores = tl.zeros([ROWS, ROWS], tl.float32), tl.zeros([ROWS, ROWS], tl.float32)
+    same = tl.zeros([ROWS], tl.float32)
+    for part in range(K // BK):
+        keys = part * BK + tl.arange(0, BK)
+        at = (rows * (H * K))[:, None] + keys[None, :]
+        q = tl.load(q_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32) * q_unit[:, None]
+        k = tl.load(k_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32) * k_unit[:, None]
+        z = tl.load(z_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32)
+        g = log_decay(z, rate, tl.load(bias_ptr + head * K + keys), lower_bound, valid)
+        q_rise, k_rise, k_fall, to_first, span, end = decayed(q, k, g)
+        alike = tl.dot(k_rise, tl.trans(k_fall), acc=alike, input_precision=EXACT)
+        scores = tl.dot(q_rise, tl.trans(k_fall), acc=scores, input_precision=EXACT)
+        same += tl.sum(q * k, 1)
+        whole = rows[:, None] * K + keys[None, :]
+        tl.store(k_decay_ptr + block * (ROWS * K) + whole, (k_rise * to_first[None, :]).to(D))
+        tl.store(q_decay_ptr + block * (ROWS * K) + whole, (q_rise * to_first[None, :]).to(D))
+        tl.store(k_end_ptr + block * (ROWS * K) + whole, (k_fall * span[None, :]).to(D))
+        tl.store(end_ptr + block * K + keys, end)
+    before = rows[:, None] > rows[None, :]
+    # The diagonal has no decay: it stays outside of the product, or gates get a gradient of pure rounding error.
+    diagonal = tl.where(rows[:, None] == rows[None, :], same[:, None], 0.0)
+    square = rows[:, None] * ROWS + rows[None, :]
+    tl.store(lower_ptr + block * (ROWS * ROWS) + square, tl.where(before, beta[:, None] * alike, 0.0))
+    tl.store(scores_ptr + block * (ROWS * ROWS) + square, tl.where(before, scores, diagonal).to(D))
+    tl.store(beta_ptr + block * ROWS + rows, beta)
 
 
 @triton.jit
 def scan_tiles(
     state,
-    begin,
+    first,
     stop,
     first_tile,
     start,
@@ -148,7 +167,7 @@ def scan_tiles(
     head,
     values,
     v_ptr,
-    keys_ptr,
+    k_decay_ptr,
     q_decay_ptr,
     k_end_ptr,
     inverse_ptr,
@@ -161,36 +180,36 @@ def scan_tiles(
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The state [BV, K] carried through tiles begin to stop of one sequence, outputs written on the way."""
-    D: tl.constexpr = keys_ptr.dtype.element_ty
+    """The state [BV, K] carried through tiles first to stop of one sequence, outputs written on the way."""
+    D: tl.constexpr = k_decay_ptr.dtype.element_ty
     rows, keys = tl.arange(0, ROWS), tl.arange(0, K)
-    for i in tl.range(begin, stop, num_stages=STAGES):
-        block = (first_tile + i) * H + head
-        whole = (block * ROWS + rows)[:, None] * K + keys[None, :]
-        square = (block * ROWS + rows)[:, None] * ROWS + rows[None, :]
-        row = start + i * ROWS + rows
-        at = (row * H + head)[:, None] * V + values[None, :]
-        v = tl.load(v_ptr + at, mask=(row < limit)[:, None], other=0.0).to(D)
+    whole, square = rows[:, None] * K + keys[None, :], rows[:, None] * ROWS + rows[None, :]
+    at = (rows * (H * V))[:, None] + values[None, :]
+    for i in tl.range(first, stop, num_stages=STAGES):
+        block, row = (first_tile + i) * H + head, start + i * ROWS
+        begin, valid = (row * H + head) * V, (row + rows < limit)[:, None]
+        wide, narrow = block * (ROWS * K), block * (ROWS * ROWS)
+        v = tl.load(v_ptr + begin + at, mask=valid, other=0.0).to(D)
         out, state = advance(
             state,
             v,
-            tl.load(keys_ptr + whole),
-            tl.load(q_decay_ptr + whole),
-            tl.load(k_end_ptr + whole),
-            tl.load(inverse_ptr + square),
-            tl.load(scores_ptr + square),
+            tl.load(k_decay_ptr + wide + whole),
+            tl.load(q_decay_ptr + wide + whole),
+            tl.load(k_end_ptr + wide + whole),
+            tl.load(inverse_ptr + narrow + square),
+            tl.load(scores_ptr + narrow + square),
             tl.load(end_ptr + block * K + keys),
             D,
             EXACT,
         )
-        tl.store(out_ptr + at, tl.trans(out).to(out_ptr.dtype.element_ty), mask=(row < limit)[:, None])
+        tl.store(out_ptr + begin + at, tl.trans(out).to(out_ptr.dtype.element_ty), mask=valid)
     return state
 
 
 @triton.jit
 def scan_kernel(
     v_ptr,  # [T, H, V]
-    keys_ptr,
+    k_decay_ptr,
     q_decay_ptr,
     k_end_ptr,
     inverse_ptr,
@@ -225,11 +244,11 @@ def scan_kernel(
     else:
         state = tl.zeros([BV, K], tl.float32)
     state = scan_tiles(
-        state, 0, stop, first_tile, start, limit, head, values, v_ptr, keys_ptr, q_decay_ptr, k_end_ptr, inverse_ptr,
+        state, 0, stop, first_tile, start, limit, head, values, v_ptr, k_decay_ptr, q_decay_ptr, k_end_ptr, inverse_ptr,
         scores_ptr, end_ptr, out_ptr, H, K, V, EXACT, STAGES,
     )  # fmt: skip
     tl.store(final_ptr + at, state)
     scan_tiles(
-        state, stop, num_tiles, first_tile, start, limit, head, values, v_ptr, keys_ptr, q_decay_ptr, k_end_ptr,
+        state, stop, num_tiles, first_tile, start, limit, head, values, v_ptr, k_decay_ptr, q_decay_ptr, k_end_ptr,
         inverse_ptr, scores_ptr, end_ptr, out_ptr, H, K, V, EXACT, STAGES,
     )  # fmt: skip
