@@ -14,7 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,9 @@ def kda_errors() -> list[dict[str, Any]]:
             cu_seqlens = torch.tensor([0, 1000], device="cuda")
             state = torch.randn(1, 4, WIDTH, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
             poison()
-            out, final = kda_chunk(*inputs, TilePlan.make(cu_seqlens, 1000), state)
-            want = kda_packed(*(x.double() for x in inputs), cu_seqlens, state.double(), form=kda_recurrent)
+            out, final = kda_chunk(*inputs, plan=TilePlan.make(cu_seqlens, 1000), initial_state=state)
+            wide: Any = [x.double() for x in inputs]
+            want = kda_packed(*wide, cu_seqlens=cu_seqlens, initial_state=state.double(), form=kda_recurrent)
             shape = f"T=1000 H=4, {regime} gate, {str(dtype)[6:]}"
             rows.append(row("KDA forward, relative error of outputs", shape, "1", relative(out, want[0]), goal=goal))
             rows.append(row("KDA forward, relative error of state", shape, "1", relative(final, want[1]), goal=goal))
@@ -83,17 +84,17 @@ def kda_bits() -> list[dict[str, Any]]:
     lengths = (1, 15, 0, 16, 17, 700, 64, 2000)
     total, inputs = sum(lengths), kda_inputs(sum(lengths), 4, 0.0, 3)
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-    packed, _ = kda_chunk(*inputs, TilePlan.make(bounds, total))
+    packed, _ = kda_chunk(*inputs, plan=TilePlan.make(bounds, total))
     alone = repeats = prefix = 0
     for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         for stop in {end, begin + (end - begin) // 2} - {begin}:
-            part = [x[begin:stop] for x in inputs[:5]]
+            part: Any = [x[begin:stop] for x in inputs[:5]]
             plan = TilePlan.make(torch.tensor([0, stop - begin], device="cuda"), stop - begin)
-            differ = int((kda_chunk(*part, *inputs[5:], plan)[0] != packed[begin:stop]).sum())
+            differ = int((kda_chunk(*part, *inputs[5:], plan=plan)[0] != packed[begin:stop]).sum())
             alone, prefix = (alone + differ, prefix) if stop == end else (alone, prefix + differ)
     for _ in range(10):
         poison()
-        repeats += int((kda_chunk(*inputs, TilePlan.make(bounds, total))[0] != packed).sum())
+        repeats += int((kda_chunk(*inputs, plan=TilePlan.make(bounds, total))[0] != packed).sum())
     shape = f"lengths {lengths}, H=4"
     return [
         row("KDA forward, outputs that differ alone and in a pack", shape, "elements", alone, goal=0),
@@ -135,9 +136,9 @@ def fla_forward(inputs: list[Any]) -> Callable[[], Any]:
     return lambda: chunk_kda(q, k, v, z, b, **fixed, **switches)
 
 
-def kda_times(bandwidth: float) -> list[dict[str, Any]]:
+def kda_times(bandwidth: float) -> Iterator[dict[str, Any]]:
     """Forward without gradient, bf16."""
-    rows, has_fla = [], importlib.util.find_spec("fla") is not None
+    has_fla = importlib.util.find_spec("fla") is not None
     for length, heads in SHAPES:
         # q, k, v, z and the output once, each of two bytes.
         floor = 5 * 2 * length * heads * WIDTH / bandwidth * 1e3
@@ -145,22 +146,18 @@ def kda_times(bandwidth: float) -> list[dict[str, Any]]:
         for regime, shift in REGIMES.items():
             copies = [kda_inputs(length, heads, shift, seed) for seed in range(COPIES)]
             with torch.no_grad():
-                ours = graph_ms([lambda x=x: kda_chunk(*x, plan) for x in copies])
+                ours = graph_ms([lambda x=x, plan=plan: kda_chunk(*x, plan=plan) for x in copies])
                 theirs = graph_ms([fla_forward(x) for x in copies]) if has_fla else None
-            rows.append(
-                row(
-                    "KDA forward",
-                    f"T={length} H={heads} K=V=128, {regime} gate, bfloat16",
-                    "ms",
-                    ours,
-                    baseline=theirs,
-                    baseline_name=None if theirs is None else "fla-core chunk_kda",
-                    floor=floor,
-                    goal=None if theirs is None else theirs / (3 if (length, heads) == (32768, 16) else 2.5),
-                )
+            yield row(
+                "KDA forward",
+                f"T={length} H={heads} K=V=128, {regime} gate, bfloat16",
+                "ms",
+                ours,
+                baseline=theirs,
+                baseline_name=None if theirs is None else "fla-core chunk_kda",
+                floor=floor,
+                goal=None if theirs is None else theirs / (3 if (length, heads) == (32768, 16) else 2.5),
             )
-            print(rows[-1], flush=True)
-    return rows
 
 
 def copy_bandwidth() -> float:
@@ -198,10 +195,14 @@ def main() -> None:
     if not all(check["holds"] for check in checks):
         raise SystemExit("a kernel is wrong: nothing is timed")
     bandwidth = copy_bandwidth()
-    rows = [row("copy of 2 GiB", "read and written", "TB/s", bandwidth / 1e12), *checks, *kda_times(bandwidth)]
+    rows = [row("copy of 2 GiB", "read and written", "TB/s", bandwidth / 1e12), *checks]
     command = "python benchmarks/kernels_on_gpu.py RESULT.json"
-    text = json.dumps({"command": command, "environment": environment(), "rows": rows}, indent=1)
-    Path(sys.argv[1]).write_text(text + "\n")
+    # Written after every row: a machine's time may end before the list does.
+    for timed in kda_times(bandwidth):
+        rows.append(timed)
+        print(timed, flush=True)
+        text = json.dumps({"command": command, "environment": environment(), "rows": rows}, indent=1)
+        Path(sys.argv[1]).write_text(text + "\n")
 
 
 if __name__ == "__main__":

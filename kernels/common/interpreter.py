@@ -1,7 +1,8 @@
 """Triton's interpreter made right for bf16, so that kernels can be tested on a CPU.
 
-Triton 3.6 keeps bf16 as uint16 bit patterns and computes with the patterns. Here every operation on bf16 widens to
-float32, computes, and rounds to nearest even, as the GPU does. Set TRITON_INTERPRET=1 before a kernel is defined.
+Triton 3.6 keeps bf16 as uint16 bit patterns and computes with the patterns. Here every elementwise operation and
+product of bf16 widens to float32, computes, and rounds to nearest even, as the GPU does; a reduction is refused. Set
+TRITON_INTERPRET=1 before a kernel is defined.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from triton.runtime import interpreter
 
 Handle = interpreter.TensorHandle
 Builder = interpreter.InterpreterBuilder
+_done: list[bool] = []
 BITWISE = (np.bitwise_and, np.bitwise_or, np.bitwise_xor, np.left_shift, np.right_shift)
 
 
@@ -77,6 +79,15 @@ def _dot(original: Any) -> Any:
     return run
 
 
+def _refused(original: Any) -> Any:
+    def run(self: Any, inputs: Any) -> Any:
+        if any(_is_bf16(x.handle) for x in (inputs if isinstance(inputs, tuple) else (inputs,))):
+            raise TypeError("a reduction or scan of bf16: widen to float32 first, as its sum should be")
+        return original(self, inputs)
+
+    return run
+
+
 def _index(tensor: Any) -> int:
     return int(np.asarray(tensor.handle.data).item())
 
@@ -94,15 +105,17 @@ def _patch_tensor(original: Any) -> Any:
 
 def make_interpreter_right() -> None:
     """Patch Triton's interpreter in this process; a second call changes nothing."""
-    if getattr(Builder, "is_right_for_bf16", False):
+    if _done:
         return
     for name in ("binary_op", "unary_op", "ternary_op"):
         setattr(Builder, name, _widened(getattr(Builder, name)))
     Builder.cast_impl = _cast(Builder.cast_impl)
     Builder.create_fp_to_fp = _cast_rounding(Builder.create_fp_to_fp, Builder.cast_impl)
     Builder.create_dot = _dot(Builder.create_dot)
+    for operation in (interpreter.ReduceOps, interpreter.ScanOps):
+        operation.apply = _refused(operation.apply)
     # The interpreter's products are exact in float32, whatever precision is named.
     options = interpreter.interpreter_builder.options
     object.__setattr__(options, "allowed_dot_input_precisions", ("tf32", "tf32x3", "ieee", "bf16x3", "bf16x6"))
     interpreter._patch_lang_tensor = _patch_tensor(interpreter._patch_lang_tensor)
-    Builder.is_right_for_bf16 = True
+    _done.append(True)

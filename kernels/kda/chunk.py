@@ -11,10 +11,10 @@ from k3rl.kernels.common import choose_backend, refuse
 from k3rl.kernels.kda.reference import TILE, kda_packed
 
 WIDTHS = (16, 32, 64, 128)
+# Of the choices tried on an H200 at T=8192 H=64 and T=32768 H=16 the fastest for both.
 PREPARE = {"block_k": 32, "warps": 1}
-INVERT_BLOCKS = 8
-SCAN = {"block_v": 64, "warps": 4, "stages": 3}
-"""Measured on an H200 (benchmarks/kernels_on_gpu.py); one choice for all shapes."""
+INVERT = {"blocks": 8, "warps": 4}
+SCAN = {"block_v": 64, "warps": 4, "stages": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ def kda_chunk(
     b: torch.Tensor,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
+    *,
     plan: TilePlan,
     initial_state: torch.Tensor | None = None,
     num_tiles_N: torch.Tensor | None = None,
@@ -74,7 +75,19 @@ def kda_chunk(
         raise ValueError(f"lower_bound must lie in (-5.8, 0), got {lower_bound}")
     tensors: list[Any] = [q, k, v, z, b, A_log, dt_bias, initial_state]
     if choose_backend(q) == "reference" or (torch.is_grad_enabled() and any(_wants_grad(x) for x in tensors)):
-        return kda_packed(q, k, v, z, b, A_log, dt_bias, plan.cu_seqlens, initial_state, num_tiles_N, lower_bound)
+        return kda_packed(
+            q,
+            k,
+            v,
+            z,
+            b,
+            A_log,
+            dt_bias,
+            cu_seqlens=plan.cu_seqlens,
+            initial_state=initial_state,
+            num_tiles_N=num_tiles_N,
+            lower_bound=lower_bound,
+        )
     return _forward(q, k, v, z, b, A_log, dt_bias, plan, initial_state, num_tiles_N, lower_bound)
 
 
@@ -86,10 +99,11 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, b
     rows, heads, width = q.shape
     if width not in WIDTHS or v.shape[-1] not in WIDTHS:
         raise refuse("kda_chunk", "(K, V)", (width, v.shape[-1]), f"each one of {WIDTHS}")
-    for name, x, want in (("k", k, q.shape), ("z", z, q.shape), ("v", v, (rows, heads, v.shape[-1])), ("b", b, (rows, heads))):  # fmt: skip
+    wanted = (q.shape, q.shape, (rows, heads, v.shape[-1]), (rows, heads))
+    for name, x, want in zip("kzvb", (k, z, v, b), wanted, strict=True):
         if x.shape != want:
             raise ValueError(f"kda_chunk: {name} must be {tuple(want)} beside q {tuple(q.shape)}, got {tuple(x.shape)}")
-    for name, x in (("q", q), ("k", k), ("v", v), ("z", z), ("b", b)):
+    for name, x in zip("qkvzb", (q, k, v, z, b), strict=True):
         if x.dtype not in (torch.bfloat16, torch.float32):
             raise refuse("kda_chunk", f"{name}'s type", x.dtype, "bfloat16 and float32")
     if q.dtype != v.dtype:
@@ -126,20 +140,22 @@ def _forward(
     final = q.new_empty(num, heads, key, value, dtype=torch.float32)
     prepare: Any = prepare_kernel
     prepare[(tiles * heads,)](
-        q, k, z, b, A_log.float().contiguous(), dt_bias.float().contiguous(), plan.cu_seqlens, plan.first_tiles, plan.sequences,
+        q, k, z, b, A_log.float().contiguous(), dt_bias.float().contiguous(),
+        plan.cu_seqlens, plan.first_tiles, plan.sequences,
         wide[0], wide[1], wide[2], lower, beta, square[1], end, num, key**-0.5, lower_bound,
         H=heads, K=key, BK=min(PREPARE["block_k"], key), EXACT=exact, num_warps=PREPARE["warps"],
     )  # fmt: skip
     invert: Any = invert_kernel
-    invert[(-(-tiles * heads // INVERT_BLOCKS),)](
-        lower, beta, square[0], plan.first_tiles, num, H=heads, BLOCKS=INVERT_BLOCKS, num_warps=INVERT_BLOCKS // 2
+    invert[(-(-tiles * heads // INVERT["blocks"]),)](
+        lower, beta, square[0], plan.first_tiles, num, H=heads, BLOCKS=INVERT["blocks"], num_warps=INVERT["warps"]
     )
     block_v = min(SCAN["block_v"], value)
     scan: Any = scan_kernel
     scan[(num * heads * (value // block_v),)](
         v, wide[0], wide[1], wide[2], square[0], square[1], end, out,
         final if initial_state is None else initial_state.float().contiguous(), final,
-        plan.first_tiles.diff() if num_tiles_N is None else num_tiles_N.to(torch.int64), plan.cu_seqlens, plan.first_tiles,
+        plan.first_tiles.diff() if num_tiles_N is None else num_tiles_N.to(torch.int64),
+        plan.cu_seqlens, plan.first_tiles,
         H=heads, K=key, V=value, BV=block_v, EXACT=exact, STAGES=SCAN["stages"], INITIAL=initial_state is not None,
         num_warps=SCAN["warps"],
     )  # fmt: skip

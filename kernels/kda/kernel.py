@@ -5,6 +5,9 @@ tile. D is the type of matrix operands, bf16 or float32; sums, decay and state a
 numbered through; a tile's factors lie together, [tiles, H, R, ...]. Formulas and their order are those of README.md.
 """
 
+# pyright: reportGeneralTypeIssues=false
+# Triton's ranges are syntax to its compiler and no iterators to a type checker.
+
 import triton
 import triton.language as tl
 
@@ -76,7 +79,7 @@ def invert_kernel(
         value = tl.where(columns[None, :] == i, beta, 0.0)
         for j in tl.static_range(i):
             value -= tl.load(lower_ptr + (at + i) * ROWS + j, mask=valid, other=0.0) * solved[j]
-        solved = solved + (value,)  # noqa: RUF005: Triton knows no starred expression
+        solved += (value,)
         tl.store(inverse_ptr + (at + i) * ROWS + columns[None, :], value.to(inverse_ptr.dtype.element_ty), mask=valid)
 
 
@@ -239,10 +242,7 @@ def scan_kernel(
     num_tiles = (tl.load(first_tiles_ptr + sequence + 1) - first_tile).to(tl.int32)
     stop = tl.load(stops_ptr + sequence).to(tl.int32)
     at = pair * K * V + keys[None, :] * V + values[:, None]
-    if INITIAL:
-        state = tl.load(initial_ptr + at)
-    else:
-        state = tl.zeros([BV, K], tl.float32)
+    state = tl.load(initial_ptr + at) if INITIAL else tl.zeros([BV, K], tl.float32)
     state = scan_tiles(
         state, 0, stop, first_tile, start, limit, head, values, v_ptr, k_decay_ptr, q_decay_ptr, k_end_ptr, inverse_ptr,
         scores_ptr, end_ptr, out_ptr, H, K, V, EXACT, STAGES,

@@ -184,6 +184,7 @@ def kda_packed(
     b: torch.Tensor,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
+    *,
     cu_seqlens: torch.Tensor,
     initial_state: torch.Tensor | None = None,
     num_tiles_N: torch.Tensor | None = None,
