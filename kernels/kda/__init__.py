@@ -1,10 +1,12 @@
 """Kimi Delta Attention: gate, short convolution, token recurrence and its tiled form."""
 
+from k3rl.kernels.kda.chunk import TilePlan, kda_chunk
 from k3rl.kernels.kda.reference import (
     conv_decode,
     conv_plan,
     kda_decode,
     kda_gate,
+    kda_packed,
     kda_recurrent,
     kda_softplus_gate,
     kda_tiles,
@@ -13,10 +15,13 @@ from k3rl.kernels.kda.reference import (
 )
 
 __all__ = [
+    "TilePlan",
     "conv_decode",
     "conv_plan",
+    "kda_chunk",
     "kda_decode",
     "kda_gate",
+    "kda_packed",
     "kda_recurrent",
     "kda_softplus_gate",
     "kda_tiles",

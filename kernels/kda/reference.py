@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 TILE = 16
 """Rows whose decay ratios are formed as products of exponentials: 15 * 5 = 75 stays under float32's limit of 88."""
@@ -174,6 +174,40 @@ def kda_tiles(
         return v.new_zeros(num, 0, heads, v.shape[-1]), state
     o = torch.stack(outputs, 1).transpose(2, 3).reshape(num, parts * TILE, heads, v.shape[-1])
     return o[:, :rows], kept
+
+
+def kda_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    num_tiles_N: torch.Tensor | None = None,
+    lower_bound: float = -5.0,
+    form: Callable[..., tuple[torch.Tensor, torch.Tensor]] = kda_tiles,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm, gate, beta and :func:`kda_tiles` of packed sequences: what the Triton kernels compute.
+
+    Arguments and results are those of :func:`k3rl.kernels.kda.kda_chunk`; ``form`` may be :func:`kda_recurrent`, if
+    all sequences are equally long.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    lengths = cu_seqlens.diff()
+    at_P = torch.arange(int(lengths.max()), device=q.device)
+    counts_NP = at_P < lengths.unsqueeze(1)
+    # Row T is zero: it fills up the sequences.
+    rows_NP = torch.where(counts_NP, cu_seqlens[:-1].unsqueeze(1) + at_P, len(q))
+    g = kda_gate(z.to(wide), A_log.to(wide), dt_bias.to(wide), lower_bound)
+    rows = (l2norm(q.to(wide)) * q.shape[-1] ** -0.5, l2norm(k.to(wide)), v.to(wide), g, torch.sigmoid(b.to(wide)))
+    padded = [torch.cat([x, x.new_zeros(1, *x.shape[1:])])[rows_NP] for x in rows]
+    options = {} if num_tiles_N is None else {"num_tiles_N": num_tiles_N}
+    out_NPHV, state = form(*padded, initial_state=initial_state, **options)
+    return out_NPHV[counts_NP].to(v.dtype), state
 
 
 def kda_decode(
