@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 EXPERT_WEIGHTS = (".experts.w1", ".experts.w2", ".experts.w3")
+"""Ends of their names in a model's state."""
 
 
 class Router(nn.Module):

@@ -101,11 +101,10 @@ def test_gradients_are_those_at_the_rounded_weights_passed_straight_through(conf
     plain = _as_plain(model)
     for each in (model, plain):
         each.token_logprobs(each(TokenBatch.pack([IDS])).hidden, IDS.roll(-1), 1.0).logprob.sum().backward()
-    expected = {name: p.grad for name, p in plain.named_parameters()}
-    for name, parameter in model.named_parameters():
+    for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None
-        assert parameter.dtype == torch.float32
-        assert torch.equal(parameter.grad, expected[name]), name
+        assert expected.grad is not None
+        assert torch.equal(parameter.grad, expected.grad), name
 
 
 def _fit(seed: int, *, rounded: bool) -> float:
