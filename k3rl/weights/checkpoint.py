@@ -16,10 +16,11 @@ import platform
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from k3rl.config import ModelConfig
 from k3rl.errors import CheckpointError
 from k3rl.trajectory import PolicyVersion
 from k3rl.weights.base import weights_digest
@@ -258,6 +259,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _require_same_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    # A key that is younger than the checkpoint had its default.
+    defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING and f.name in wanted}
+    saved = {**defaults, **saved}
     if fingerprint(saved) == fingerprint(wanted):
         return
     saved, wanted = json.loads(_canonical(saved)), json.loads(_canonical(wanted))
