@@ -351,6 +351,7 @@ def write_folder(
                 continue
             for at, part in plan[name][0].store(tensor.detach().cpu()):
                 yield at, part if dtype is None or not part.is_floating_point() else part.to(_kept(at, dtype))
+            del tensor, part  # before the next one is stacked
         if source is not None:
             yield from ((name, source.read(name)) for name in sorted(source) if name.startswith(PASSED_THROUGH))
 
@@ -403,6 +404,7 @@ def _write_shards(folder: Path, tensors: Iterator[tuple[str, torch.Tensor]], max
         else:
             pending[name] = buffer[start : start + num_bytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         used, total = start + num_bytes, total + num_bytes
+        del tensor
     flush()
     weight_map = {}
     for i, names in enumerate(files):
