@@ -349,6 +349,7 @@ def write_folder(
             if name not in plan:
                 value_head[name] = tensor.detach().cpu().clone()
                 continue
+            part = tensor
             for at, part in plan[name][0].store(tensor.detach().cpu()):
                 yield at, part if dtype is None or not part.is_floating_point() else part.to(_kept(at, dtype))
             del tensor, part  # before the next one is stacked
