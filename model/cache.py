@@ -20,15 +20,23 @@ if TYPE_CHECKING:
     from k3rl.config import ModelConfig
 
 
-class Cache(Protocol):
+class Past(Protocol):
+    """What N sequences go on from: all that the model itself asks of a cache."""
+
+    @property
+    def num_sequences(self) -> int: ...
+
+    def begin(self, cu_seqlens: torch.Tensor) -> Memory:
+        """Start a forward of at least one token: ``cu_seqlens`` [N + 1] as in TokenBatch."""
+        ...
+
+
+class Cache(Past, Protocol):
     """State of N sequences; any may stop, fork or continue at any token.
 
     The model touches a cache through :meth:`begin` alone, so that storage is the cache's own affair. A functional cache
     hands out new values, an in-place one may hand out itself; callers go on with what :meth:`Memory.finish` returns.
     """
-
-    @property
-    def num_sequences(self) -> int: ...
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -43,22 +51,18 @@ class Cache(Protocol):
         """The same sequences, and behind them ``num`` more that have not begun."""
         ...
 
-    def begin(self, cu_seqlens: torch.Tensor) -> Memory:
-        """Start a forward of at least one token: ``cu_seqlens`` [N + 1] as in TokenBatch."""
-        ...
-
 
 class Memory(Protocol):
     """What the layers of one forward read and write. ``slot`` counts the layers of its kind."""
 
     layout: Layout
 
-    def read_kda(self, slot: int) -> KdaRows | None:
-        """State of a KDA layer before this forward; None when nothing came before it and nothing will go on from it."""
+    def read_kda(self, slot: int) -> KdaPast | None:
+        """What a KDA layer goes on from, KdaRows in a cache; None when nothing comes before it or goes on from it."""
         ...
 
     def write_kda(self, slot: int, rows: KdaRows) -> None:
-        """Keep the state of a KDA layer after this forward; called when :meth:`read_kda` gave one."""
+        """Keep the state of a KDA layer after this forward; called when :meth:`read_kda` gave KdaRows."""
         ...
 
     def append_latents(self, slot: int, new_TX: torch.Tensor) -> torch.Tensor:
@@ -70,6 +74,20 @@ class Memory(Protocol):
         ...
 
 
+class KdaPast(Protocol):
+    """What one KDA layer goes on from; it may depend on what the layer makes of the new tokens."""
+
+    def window_before(self, new_TC: torch.Tensor) -> torch.Tensor:
+        """Inputs of the convolution before the new ones, [N, W - 1, C]."""
+        ...
+
+    def state_before(
+        self, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, bounded: bool
+    ) -> torch.Tensor:
+        """State [N, H, K, V] before the rows, which are as in :func:`k3rl.kernels.kda.kda_tiles`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class KdaRows:
     """What one KDA layer carries along."""
@@ -77,6 +95,16 @@ class KdaRows:
     state: torch.Tensor  # [N, H, K, V] float32, at the last multiple of state_tile
     open_rows: torch.Tensor  # [N, state_tile, H, 2K + V + 1] k, v, g, beta since then, zero rows at the end
     window: torch.Tensor  # [N, W - 1, C] last inputs of the convolution
+
+    def window_before(self, new_TC: torch.Tensor) -> torch.Tensor:
+        """The window that was kept."""
+        return self.window
+
+    def state_before(
+        self, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, bounded: bool
+    ) -> torch.Tensor:
+        """The state that was kept."""
+        return self.state
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from k3rl.model.layers import RMSNorm, linear, output_gate
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
-    from k3rl.model.cache import Layout, Memory
+    from k3rl.model.cache import KdaPast, Layout, Memory
 
 
 class ShortConv(nn.Module):
@@ -58,11 +58,11 @@ class KdaMixer(nn.Module):
         """Mix [T, D], reading and writing this layer's part of the cache."""
         layout, before = memory.layout, memory.read_kda(self.slot)
         rows_THX, window = self._project(inputs_TD, layout, before)
-        if before is not None and layout.decode:
+        if isinstance(before, KdaRows) and layout.decode:
             out_THV, state, kept = self._decode(rows_THX, layout, before)
         else:
             out_THV, state, kept = self._tiles(rows_THX, layout, before)
-        if before is not None:
+        if isinstance(before, KdaRows):
             memory.write_kda(self.slot, KdaRows(state, kept, window))
         gate = torch.sigmoid(self.g_proj(inputs_TD))
         normed = self.o_norm(out_THV.to(inputs_TD.dtype)).reshape(len(inputs_TD), self.heads * self.value_dim)
@@ -85,40 +85,39 @@ class KdaMixer(nn.Module):
         return out, torch.where(full, state, before.state), rows.masked_fill(full, 0)
 
     def _tiles(
-        self, rows_THX: torch.Tensor, layout: Layout, before: KdaRows | None
+        self, rows_THX: torch.Tensor, layout: Layout, before: KdaPast | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Any number of tokens: outputs [T, H, V], and the cache's state and open rows after them."""
         num, padded = layout.kda_in.shape
         width = rows_THX.shape[-1]
         sources = [rows_THX, rows_THX.new_zeros(1, self.heads, width)]
-        if before is not None:
+        if isinstance(before, KdaRows):
             # Open rows need no query: their outputs were read when they were new.
             held = nn.functional.pad(before.open_rows, (self.key_dim, 0))
             sources.append(held.reshape(num * self.tile, self.heads, width))
         source = torch.cat(sources)
         rows_NPHX = source.index_select(0, layout.kda_in.flatten()).view(num, padded, self.heads, width)
         q, k, v, g, beta = rows_NPHX.split([self.key_dim, self.key_dim, self.value_dim, self.key_dim, 1], dim=-1)
-        state = None if before is None else before.state
-        out_NPHV, state = kda_tiles(
-            q, k, v, g, beta.squeeze(-1), state, self.tile, layout.kda_full, self.bound is not None
-        )
+        beta, bounded = beta.squeeze(-1), self.bound is not None
+        state = None if before is None else before.state_before(k, v, g, beta, bounded)
+        out_NPHV, state = kda_tiles(q, k, v, g, beta, state, self.tile, layout.kda_full, bounded)
         out_THV = out_NPHV.reshape(num * padded, self.heads, self.value_dim).index_select(0, layout.kda_out)
-        if before is None:
+        if not isinstance(before, KdaRows):
             return out_THV, state, state.new_zeros(0)
         kept = source.index_select(0, layout.kda_open.flatten())[..., self.key_dim :]
         return out_THV, state, kept.view(num, self.tile, self.heads, width - self.key_dim)
 
     def _project(
-        self, inputs_TD: torch.Tensor, layout: Layout, before: KdaRows | None
+        self, inputs_TD: torch.Tensor, layout: Layout, before: KdaPast | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [T, H, q | k | v | g | beta], at least float32, and the next convolution window."""
         # One product with the joined weights costs less than three products and joining their results.
         qkv = nn.functional.linear(inputs_TD, torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
         filters = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
-        if before is not None and layout.decode:
+        if isinstance(before, KdaRows) and layout.decode:
             mixed, window = conv_decode(qkv, filters, before.window)
         else:
-            window = None if before is None else before.window
+            window = None if before is None else before.window_before(qkv)
             mixed, window = short_conv(qkv, filters, layout.cu_seqlens, window, layout.conv)
         wide = torch.promote_types(inputs_TD.dtype, torch.float32)
         keys = self.heads * self.key_dim

@@ -81,11 +81,11 @@ class ExpertExchange:
         counts_R = torch.bincount(owner_M, minlength=self._ranks)
         sent = counts_R.tolist()
         got = self._exchange(counts_R, [1] * self._ranks, [1] * self._ranks).tolist()
-        rows_MD = _Exchange.apply(inputs_TD.index_select(0, order_M // top_k), sent, got, self._group)
+        rows_MD = exchange_rows(inputs_TD.index_select(0, order_M // top_k), sent, got, self._group)
         ids_M1 = self._exchange((flat_M % share)[order_M], sent, got).unsqueeze(1)
         ones_M1 = torch.ones(ids_M1.shape, dtype=weights_Tk.dtype, device=weights_Tk.device)
         out_MD = apply_experts(rows_MD, ids_M1, ones_M1, w1_EFD, w2_EDF, w3_EFD, activation)
-        back_MD = _Exchange.apply(out_MD, got, sent, self._group)
+        back_MD = exchange_rows(out_MD, got, sent, self._group)
         inverse_M = torch.empty_like(order_M)
         inverse_M[order_M] = torch.arange(len(order_M), device=order_M.device)
         return combine_slots(weights_Tk, back_MD.index_select(0, inverse_M).view(tokens, top_k, inputs_TD.shape[1]))
@@ -94,6 +94,22 @@ class ExpertExchange:
         out = numbers.new_empty(sum(got))
         dist.all_to_all_single(out, numbers, got, sent, group=self._group)
         return out
+
+
+def exchange_rows(rows_MX: torch.Tensor, sent: list[int], got: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Send the first ``sent[0]`` rows to rank 0, the next ``sent[1]`` to rank 1, and so on; gradients come back.
+
+    All ranks of ``group`` call it, and each must use what it gets, even if that is no row: its backward is a call too.
+
+    Args:
+        rows_MX: [sum(sent), X].
+        sent: rows for each rank.
+        got: rows from each rank, which are what that rank sends here.
+
+    Returns:
+        [sum(got), X], in the order of ranks.
+    """
+    return _Exchange.apply(rows_MX, sent, got, group)
 
 
 class _Exchange(torch.autograd.Function):

@@ -6,7 +6,7 @@ Letters: T tokens of the packed batch, N sequences, D model width, L mixture-of-
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from k3rl.model.moe import LatentMoE, SparseMoE
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
     from k3rl.model.batch import TokenBatch
-    from k3rl.model.cache import Cache
+    from k3rl.model.cache import Cache, Past
 
 
 class DecoderLayer(nn.Module):
@@ -116,8 +116,11 @@ class K3Model(nn.Module):
             self.value_head.weight.zero_()
             self.value_head.bias.zero_()
 
-    def forward(self, batch: TokenBatch, cache: Cache | None = None) -> ForwardOutput:
-        """Run T packed tokens, each sequence continuing from its row of ``cache`` (from nothing when it is None)."""
+    def forward(self, batch: TokenBatch, cache: Past | None = None) -> ForwardOutput:
+        """Run T packed tokens, each sequence continuing from its row of ``cache`` (from nothing when it is None).
+
+        A :class:`k3rl.model.context.ContextShare` is a past too: its sequences begin on other ranks.
+        """
         if cache is not None and cache.num_sequences != batch.num_sequences:
             raise ValueError(f"the batch has {batch.num_sequences} sequences and the cache {cache.num_sequences}")
         if len(batch.ids) == 0:
@@ -153,12 +156,13 @@ class K3Model(nn.Module):
             stats["tokens"] = torch.tensor(len(batch.ids))
         return ForwardOutput(hidden, memory.finish(), torch.stack(routes, 1) if routes else None, stats)
 
-    def _nothing(self, cache: Cache | None) -> ForwardOutput:
+    def _nothing(self, cache: Past | None) -> ForwardOutput:
         num_moe = len(self.moe_layers)
         weight = self.embed_tokens.weight
         routes = torch.zeros(0, num_moe, self.config.experts_per_token, dtype=torch.int64, device=weight.device)
         hidden = weight.new_zeros(0, self.config.hidden_size)
-        return ForwardOutput(hidden, cache, routes if num_moe else None)
+        # A past that is no cache always comes with tokens.
+        return ForwardOutput(hidden, cast("Cache | None", cache), routes if num_moe else None)
 
     def token_logprobs(self, hidden_MD: torch.Tensor, targets_M: torch.Tensor, temperature: float) -> TokenLogprobs:
         """Log-probability of ``targets_M`` under softmax(head(hidden) / temperature), entropy and log-sum-exp."""

@@ -176,6 +176,36 @@ def kda_tiles(
     return o[:, :rows], kept
 
 
+def kda_span(
+    k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, bounded: bool = True
+) -> torch.Tensor:
+    """What a span of rows does to any state S before it: it leaves ``reached + carry @ S``.
+
+    ``carry`` is the product of (I - beta k k^T) diag(exp(g)) over the rows, the newest on the left, and ``reached`` the
+    state that they reach from zero. Both follow the recurrence: carry is what becomes of I when all values are zero.
+
+    Args:
+        k: as in :func:`kda_tiles`, as are v, g, beta and bounded.
+
+    Returns:
+        [N, H, K, V + K], reached before carry. See :func:`join_spans`.
+    """
+    num, _, heads, key_dim = k.shape
+    eye = torch.eye(key_dim, dtype=k.dtype, device=k.device).expand(num, heads, key_dim, key_dim)
+    start = torch.cat([k.new_zeros(num, heads, key_dim, v.shape[-1]), eye], dim=-1)
+    values = torch.nn.functional.pad(v, (0, key_dim))
+    return kda_tiles(k, k, values, g, beta, start, bounded=bounded)[1]
+
+
+def join_spans(spans_NHKX: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The state [N, H, K, V] after consecutive spans of a sequence that starts with the first of them."""
+    key_dim = spans_NHKX[0].shape[-2]
+    state = spans_NHKX[0][..., :-key_dim]
+    for span in spans_NHKX[1:]:
+        state = span[..., :-key_dim] + span[..., -key_dim:] @ state
+    return state
+
+
 def kda_packed(
     q: torch.Tensor,
     k: torch.Tensor,
