@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
 from k3rl.kernels.attn_res import attn_res_mix
-from k3rl.model.layers import RMSNorm, linear
+from k3rl.model.layers import WHOLE, RMSNorm, linear
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 class AttnRes(nn.Module):
     """Pseudo-query and key norm of one mix; the query starts at zero, which is a plain average."""
+
+    placements: ClassVar = {"norm.weight": WHOLE, "proj.weight": WHOLE}
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from k3rl.config import ModelConfig
+    from k3rl.model.cache import KdaRows
 
 
 def context_borders(bounds: Sequence[int], ranks: int, tile: int) -> list[int]:
@@ -47,13 +48,13 @@ def context_borders(bounds: Sequence[int], ranks: int, tile: int) -> list[int]:
         ValueError: there are too few places to cut for each rank to have a token.
     """
     total = bounds[-1]
-    places = sorted({at for a, b in pairwise(bounds) for at in range(a, b, tile)} - {0})
-    if len(places) < ranks - 1:
+    places = sorted({at for a, b in pairwise(bounds) for at in range(a, b, tile)})
+    if len(places) < ranks:
         raise ValueError(
-            f"{total} tokens in {len(bounds) - 1} sequences can be cut for {len(places) + 1} ranks, not for {ranks}: "
+            f"{total} tokens in {len(bounds) - 1} sequences can be cut for {len(places)} ranks, not for {ranks}: "
             f"where a sequence ends and every {tile} tokens of it"
         )
-    borders, first = [0], 0
+    borders, first = [0], 1
     for rank in range(1, ranks):
         goal, last = total * rank / ranks, len(places) - (ranks - 1 - rank)  # of those left, one for each later rank
         i = min(max(bisect_left(places, goal), first), last - 1)
@@ -138,7 +139,7 @@ class ContextShare:
         return exchange_rows(torch.cat(parts), sent, [count(other, rank) for other in range(ranks)], self.group)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ContextMemory:
     """A forward over a :class:`ContextShare`; nothing goes on from it."""
 
@@ -150,7 +151,7 @@ class ContextMemory:
         """What a KDA layer gets from the ranks before this one."""
         return ContextRows(self.share)
 
-    def write_kda(self, slot: int, rows: object) -> None:
+    def write_kda(self, slot: int, rows: KdaRows) -> None:
         """The other ranks have what they need already."""
 
     def append_latents(self, slot: int, new_TX: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from k3rl.kernels.kda import (
     short_conv,
 )
 from k3rl.model.cache import KdaRows
-from k3rl.model.layers import RMSNorm, linear, output_gate
+from k3rl.model.layers import COLUMNS, ROWS, WHOLE, RMSNorm, linear, output_gate
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
@@ -34,6 +34,21 @@ class ShortConv(nn.Module):
 
 class KdaMixer(nn.Module):
     """Kimi Delta Attention with short convolutions, a decay gate and a normalised, gated output."""
+
+    # Cut by heads. What is in front of the heads is whole, and so is the norm that they share.
+    placements: ClassVar = {
+        **{f"{x}_{kind}.weight": ROWS for x in "qkv" for kind in ("proj", "conv1d")},
+        "f_a_proj.weight": WHOLE,
+        "f_b_proj.weight": ROWS,
+        "b_proj.weight": ROWS,
+        "g_proj.weight": ROWS,
+        "g_proj.0.weight": WHOLE,
+        "g_proj.1.weight": ROWS,
+        "A_log": ROWS,
+        "dt_bias": ROWS,
+        "o_norm.weight": WHOLE,
+        "o_proj.weight": COLUMNS,
+    }
 
     def __init__(self, config: ModelConfig, slot: int) -> None:
         super().__init__()

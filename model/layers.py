@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -14,6 +15,20 @@ from k3rl.kernels.situ import situ_glu, swiglu
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Along which dimension a parameter is cut for each way of spreading a model; None: every rank has all of it.
+
+    Layers name those of their parameters in ``placements``; :mod:`k3rl.model.parallel` reads and applies them.
+    """
+
+    tensor: int | None = None
+    expert: int | None = None
+
+
+WHOLE, ROWS, COLUMNS = Placement(), Placement(tensor=0), Placement(tensor=1)
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -51,6 +66,8 @@ class RMSNorm(nn.Module):
 
 class FeedForward(nn.Module):
     """Dense gated feed-forward."""
+
+    placements: ClassVar = {"gate_proj.weight": ROWS, "up_proj.weight": ROWS, "down_proj.weight": COLUMNS}
 
     def __init__(self, dim: int, width: int, activate: Activation) -> None:
         super().__init__()

@@ -5,13 +5,13 @@ Letters: T tokens, N sequences, Q padded queries, L keys, H heads, R latent widt
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
 from k3rl.kernels.mla import mla_absorbed, mla_expanded
-from k3rl.model.layers import RMSNorm, linear
+from k3rl.model.layers import COLUMNS, ROWS, WHOLE, RMSNorm, linear
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
@@ -23,6 +23,19 @@ ABSORB_QUERIES = 16
 
 class MlaMixer(nn.Module):
     """Full causal attention over a compressed latent, with an output gate in K3."""
+
+    # Cut by heads. The latents are whole: every rank's heads read all of them.
+    placements: ClassVar = {
+        "q_proj.weight": ROWS,
+        "q_a_proj.weight": WHOLE,
+        "q_a_layernorm.weight": WHOLE,
+        "q_b_proj.weight": ROWS,
+        "kv_a_proj_with_mqa.weight": WHOLE,
+        "kv_a_layernorm.weight": WHOLE,
+        "kv_b_proj.weight": ROWS,
+        "g_proj.weight": ROWS,
+        "o_proj.weight": COLUMNS,
+    }
 
     def __init__(self, config: ModelConfig, slot: int) -> None:
         super().__init__()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from k3rl.kernels.moe import (
     route,
     router_scores,
 )
-from k3rl.model.layers import FeedForward, RMSNorm, activation, linear
+from k3rl.model.layers import WHOLE, FeedForward, Placement, RMSNorm, activation, linear
 from k3rl.model.mxfp4 import round_mxfp4
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ EXPERT_WEIGHTS = (".experts.w1", ".experts.w2", ".experts.w3")
 class Router(nn.Module):
     """Router weight and the selection bias, which no gradient reaches."""
 
+    placements: ClassVar = {"weight": WHOLE}
+
     def __init__(self, dim: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
@@ -44,6 +46,8 @@ class Router(nn.Module):
 
 class Experts(nn.Module):
     """All routed experts, stacked: w1 gate and w3 up [E, F, D], w2 down [E, D, F]."""
+
+    placements: ClassVar = {name: Placement(expert=0) for name in ("w1", "w2", "w3")}
 
     def __init__(self, num_experts: int, dim: int, width: int, rounded: bool) -> None:
         super().__init__()
@@ -97,6 +101,12 @@ class SparseMoE(nn.Module):
 
 class LatentMoE(SparseMoE):
     """Routed experts inside a latent, with a norm after they are combined."""
+
+    placements: ClassVar = {
+        "routed_expert_down_proj.weight": WHOLE,
+        "routed_expert_norm.weight": WHOLE,
+        "routed_expert_up_proj.weight": WHOLE,
+    }
 
     def __init__(self, config: ModelConfig, latent_dim: int) -> None:
         super().__init__(config)

@@ -1,14 +1,21 @@
-"""Experts spread over processes. Letters: T tokens, D width, F expert width, E experts, k per token, R ranks.
+"""A model spread over processes. Letters: T tokens, D width, F expert width, E experts, k per token, R ranks.
 
-Each rank holds E / R consecutive experts of every layer and all of the rest, and runs tokens of its own. A token's row
-goes to the ranks of its experts and comes back from each; what a slot gives is combined on the token's own rank, in the
-order of slots, so that every rank has what one process alone would have. Gradients of the experts are whole where the
-experts are; those of everything else are to be summed over the ranks, as in data parallelism.
+Each layer names beside its parameters how they are cut (:class:`k3rl.model.layers.Placement`); this module cuts them,
+lets the ranks compute together what one would, and puts them together again.
+
+Experts: each rank holds E / R consecutive experts of every layer and all of the rest, and runs tokens of its own. A
+token's row goes to the ranks of its experts and comes back from each; what a slot gives is combined on the token's own
+rank, in the order of slots, so that every rank has what one process alone would have.
+
+Tensors: each rank holds some heads of every mixer and some channels of every dense feed-forward, and runs the same
+tokens. What they give is summed over the ranks.
+
+Tokens of one sequence on several ranks are :mod:`k3rl.model.context`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,11 +23,33 @@ from torch import nn
 
 from k3rl.errors import ConfigError
 from k3rl.kernels.moe import apply_experts, combine_slots
+from k3rl.model.kda import KdaMixer
+from k3rl.model.layers import FeedForward
+from k3rl.model.mla import MlaMixer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from k3rl.model.layers import Placement
     from k3rl.model.transformer import K3Model
+
+Axis = Literal["tensor", "expert"]
+
+
+def placements(model: nn.Module) -> dict[str, Placement]:
+    """How each parameter is cut, by name. LookupError: a layer does not say so of a parameter."""
+    modules = dict(model.named_modules())
+    found: dict[str, Placement] = {}
+    for name, _ in model.named_parameters():
+        parts = name.split(".")
+        for end in reversed(range(len(parts))):
+            table = getattr(modules[".".join(parts[:end])], "placements", {})
+            if (own := ".".join(parts[end:])) in table:
+                found[name] = table[own]
+                break
+        else:
+            raise LookupError(f"no layer says in its placements how {name} is cut")
+    return found
 
 
 def shard_experts(model: K3Model, group: dist.ProcessGroup) -> None:
@@ -32,27 +61,83 @@ def shard_experts(model: K3Model, group: dist.ProcessGroup) -> None:
     Raises:
         ConfigError: the experts cannot be spread evenly.
     """
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    experts = model.config.num_experts
+    ranks, experts = dist.get_world_size(group), model.config.num_experts
     if experts % ranks:
         raise ConfigError(f"model.num_experts: {experts} experts cannot be spread evenly over {ranks} ranks")
-    share = experts // ranks
+    _cut(model, "expert", group)
     for layer in model.moe_layers:
-        for name, weight in list(layer.experts.named_parameters(recurse=False)):
-            mine = weight.detach()[rank * share : (rank + 1) * share].clone()
-            setattr(layer.experts, name, nn.Parameter(mine))
         layer.apply_experts = ExpertExchange(group)
 
 
-def gather_experts(model: K3Model, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
-    """The state of the whole model, on every rank: what a checkpoint holds."""
+def shard_tensors(model: K3Model, group: dist.ProcessGroup) -> None:
+    """Keep this rank's heads and channels of ``model``, which all ranks have alike.
+
+    All ranks run the same tokens, without a cache or over a :class:`k3rl.model.context.ContextShare`. Embedding, head,
+    routers and routed experts stay whole. An optimiser is made afterwards, since parameters are replaced.
+
+    Raises:
+        ConfigError: heads or channels cannot be spread evenly.
+    """
+    ranks, c = dist.get_world_size(group), model.config
+    for key in ("num_heads", "dense_dim", "shared_dim"):
+        if getattr(c, key) % ranks:
+            raise ConfigError(f"model.{key}: {getattr(c, key)} cannot be spread evenly over {ranks} ranks")
+    _cut(model, "tensor", group)
+    for module in model.modules():
+        if isinstance(module, KdaMixer | MlaMixer):
+            module.heads //= ranks
+        if isinstance(module, _CUT_LAYERS):
+            module.register_forward_pre_hook(lambda _, args: (_Copy.apply(args[0], group), *args[1:]))
+            module.register_forward_hook(lambda _, args, out: _Sum.apply(out, group))
+
+
+_CUT_LAYERS = (KdaMixer, MlaMixer, FeedForward)
+
+
+def _cut(model: K3Model, axis: Axis, group: dist.ProcessGroup) -> None:
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    for name, placement in placements(model).items():
+        dim = getattr(placement, axis)
+        if dim is not None:
+            owner, _, own = name.rpartition(".")
+            mine = model.get_parameter(name).detach().chunk(ranks, dim)[rank].clone()
+            setattr(model.get_submodule(owner), own, nn.Parameter(mine))
+
+
+def gather_state(model: K3Model, groups: Mapping[Axis, dist.ProcessGroup]) -> dict[str, torch.Tensor]:
+    """The state of the whole model, on every rank: what a checkpoint holds. ``groups`` are those it was cut over."""
     state = dict(model.state_dict())
-    for name in state:
-        if name.split(".")[-2] == "experts":
-            parts = [torch.empty_like(state[name]) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, state[name].contiguous(), group=group)
-            state[name] = torch.cat(parts)
+    for name, placement in placements(model).items():
+        for axis, group in groups.items():
+            dim = getattr(placement, axis)
+            if dim is not None:
+                parts = [torch.empty_like(state[name]) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(parts, state[name].contiguous(), group=group)
+                state[name] = torch.cat(parts, dim)
     return state
+
+
+def sum_gradients(
+    model: K3Model, *, tokens: dist.ProcessGroup | None = None, tensor: dist.ProcessGroup | None = None
+) -> None:
+    """Make gradients those of one process, once all backwards are done: each sum is taken once.
+
+    Args:
+        tokens: ranks that ran different tokens of one loss. Experts that are cut have their whole gradient already;
+            they are cut over this group.
+        tensor: ranks of :func:`shard_tensors`. Inside of the layers that are cut, what is whole has only seen this
+            rank's heads; everything else has its gradient.
+    """
+    cut_experts = any(isinstance(layer.apply_experts, ExpertExchange) for layer in model.moe_layers)
+    inside = {f"{n}.{own}" for n, x in model.named_modules() if isinstance(x, _CUT_LAYERS) for own in x.placements}
+    for name, placement in placements(model).items():
+        parameter = model.get_parameter(name)
+        if parameter.grad is None:
+            continue  # no rank's loss reads it
+        if tensor is not None and name in inside and placement.tensor is None:
+            dist.all_reduce(parameter.grad, group=tensor)
+        if tokens is not None and not (cut_experts and placement.expert is not None):
+            dist.all_reduce(parameter.grad, group=tokens)
 
 
 class ExpertExchange:
@@ -129,3 +214,32 @@ class _Exchange(torch.autograd.Function):
         back = grads[0].new_empty(sum(ctx.sent), grads[0].shape[1])
         dist.all_to_all_single(back, grads[0].contiguous(), ctx.sent, ctx.got, group=ctx.group)
         return back, None, None, None
+
+
+class _Copy(torch.autograd.Function):
+    """What ranks read alike; its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of what ranks give; all of them have its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = part.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None

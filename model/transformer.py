@@ -6,7 +6,7 @@ Letters: T tokens of the packed batch, N sequences, D model width, L mixture-of-
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from k3rl.model.attn_res import AttnRes, PlainResidual, UnusedAttnRes
 from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenLogprobs
 from k3rl.model.cache import ValueMemory
 from k3rl.model.kda import KdaMixer, ShortConv
-from k3rl.model.layers import FeedForward, RMSNorm, activation, linear
+from k3rl.model.layers import WHOLE, FeedForward, RMSNorm, activation, linear
 from k3rl.model.mla import MlaMixer
 from k3rl.model.moe import LatentMoE, SparseMoE
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 class DecoderLayer(nn.Module):
     """A mixer and a feed-forward, each reading a mix of the blocks so far, or the plain residual stream."""
+
+    placements: ClassVar = {"input_layernorm.weight": WHOLE, "post_attention_layernorm.weight": WHOLE}
 
     def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
@@ -60,6 +62,14 @@ class K3Model(nn.Module):
     On the device ``meta`` it has shapes and no memory.
     """
 
+    placements: ClassVar = {
+        "embed_tokens.weight": WHOLE,
+        "norm.weight": WHOLE,
+        "lm_head.weight": WHOLE,
+        "value_head.weight": WHOLE,
+        "value_head.bias": WHOLE,
+    }
+
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__()
         self.config = config
@@ -83,8 +93,9 @@ class K3Model(nn.Module):
     def muon_blocks(self) -> dict[str, int]:
         """Projections that Muon orthogonalises head by head (K3 report §2.5), with their number of heads."""
         per_head = ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj")
-        names = (name for name, _ in self.layers.named_parameters(prefix="layers"))
-        return {name: self.config.num_heads for name in names if name.split(".")[-2] in per_head}
+        mixers = {n: x for n, x in self.named_modules() if isinstance(x, KdaMixer | MlaMixer)}
+        names = ((f"{n}.{own}", x.heads) for n, x in mixers.items() for own, _ in x.named_parameters())
+        return {name: heads for name, heads in names if name.split(".")[-2] in per_head}
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
