@@ -122,22 +122,29 @@ def sum_gradients(
 ) -> None:
     """Make gradients those of one process, once all backwards are done: each sum is taken once.
 
+    A parameter that a loss reads on one rank it reads on all; those without a gradient are left out.
+
     Args:
         tokens: ranks that ran different tokens of one loss. Experts that are cut have their whole gradient already;
             they are cut over this group.
         tensor: ranks of :func:`shard_tensors`. Inside of the layers that are cut, what is whole has only seen this
             rank's heads; everything else has its gradient.
     """
-    cut_experts = any(isinstance(layer.apply_experts, ExpertExchange) for layer in model.moe_layers)
-    inside = {f"{n}.{own}" for n, x in model.named_modules() if isinstance(x, _CUT_LAYERS) for own in x.placements}
-    for name, placement in placements(model).items():
-        parameter = model.get_parameter(name)
-        if parameter.grad is None:
-            continue  # no rank's loss reads it
-        if tensor is not None and name in inside and placement.tensor is None:
-            dist.all_reduce(parameter.grad, group=tensor)
-        if tokens is not None and not (cut_experts and placement.expert is not None):
-            dist.all_reduce(parameter.grad, group=tokens)
+    plan = {n: p for n, p in placements(model).items() if model.get_parameter(n).grad is not None}
+    if tensor is not None:
+        inside = {f"{n}.{own}" for n, x in model.named_modules() if isinstance(x, _CUT_LAYERS) for own in x.placements}
+        _sum_over(model, [n for n, p in plan.items() if n in inside and p.tensor is None], tensor)
+    if tokens is not None:
+        cut_experts = any(isinstance(layer.apply_experts, ExpertExchange) for layer in model.moe_layers)
+        _sum_over(model, [n for n, p in plan.items() if p.expert is None or not cut_experts], tokens)
+
+
+def _sum_over(model: K3Model, names: list[str], group: dist.ProcessGroup) -> None:
+    # All at once: one after the other, small ones would mostly wait.
+    works = [dist.all_reduce(model.get_parameter(name).grad, group=group, async_op=True) for name in names]
+    for work in works:
+        assert work is not None  # this rank is of the group
+        work.wait()
 
 
 class ExpertExchange:

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from k3rl.kernels.kda import kda_decode, kda_gate, kda_recurrent, kda_softplus_gate, kda_tiles, l2norm, short_conv
+from k3rl.kernels.kda import (
+    join_spans,
+    kda_decode,
+    kda_gate,
+    kda_recurrent,
+    kda_softplus_gate,
+    kda_span,
+    kda_tiles,
+    l2norm,
+    short_conv,
+)
 
 Form = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 K, V = 16, 32  # unequal, so that a transposed state is a shape error (B50)
@@ -204,3 +214,29 @@ def test_decoding_a_row_gives_what_the_tiles_give(bounded: bool) -> None:
     by_head: Any = [x.transpose(1, 2) for x in (*rows[1:4], beta.unsqueeze(-1))]
     last, _ = kda_decode(rows[0][:, -1], *by_head, state_NHKV=state, bounded=bounded)
     torch.testing.assert_close(last.reshape(whole[:, -1].shape), whole[:, -1], atol=2e-6, rtol=0)
+
+
+def _rows(length: int, bounded: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, k, v, z, b, _, a_log, dt_bias = _inputs(length)
+    g = kda_gate(z, a_log, dt_bias, -5.0) if bounded else kda_softplus_gate(40 * z, a_log, dt_bias)
+    return l2norm(k), v, g, torch.sigmoid(b)
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+@pytest.mark.parametrize("length", [1, 16, 37, 64])
+def test_a_span_is_the_product_of_its_tokens_and_the_state_that_they_reach(length: int, bounded: bool) -> None:
+    k, v, g, beta = _rows(length, bounded)
+    carry = torch.eye(K, dtype=torch.float64).expand(2, 2, K, K)
+    for t in range(length):  # (I - beta k k^T) diag(alpha), the newest on the left
+        step = torch.eye(K, dtype=torch.float64) - beta[:, t, :, None, None] * k[:, t, :, :, None] * k[:, t, :, None, :]
+        carry = (step * g[:, t].exp().unsqueeze(-2)) @ carry
+    reached = kda_recurrent(k, k, v, g, beta)[1]
+    torch.testing.assert_close(kda_span(k, v, g, beta, bounded), torch.cat([reached, carry], dim=-1))
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_joined_spans_leave_the_state_of_the_whole(bounded: bool) -> None:
+    k, v, g, beta = _rows(101, bounded)
+    ends = [slice(0, 16), slice(16, 64), slice(64, 101)]
+    spans = [kda_span(k[:, at], v[:, at], g[:, at], beta[:, at], bounded) for at in ends]
+    torch.testing.assert_close(join_spans(spans), kda_recurrent(k, k, v, g, beta)[1])

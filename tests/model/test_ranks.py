@@ -206,7 +206,8 @@ def _run(rank: int, ranks: int, folder: Path) -> None:
         assert group is not None
         found: dict[Any, Any] = {kind: _biases(kind, rank, ranks, group) for kind in KINDS}
         for family, dtype, (name, case) in itertools.product(FAMILIES, DTYPES, CASES.items()):
-            found[family, dtype, name] = _spread(family, dtype, case, ranks)
+            if dtype == torch.float64 or ranks == 2 or name in ("experts", "all"):
+                found[family, dtype, name] = _spread(family, dtype, case, ranks)
         torch.save(found, folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -273,23 +274,22 @@ def test_several_ranks_give_the_logprobs_and_every_gradient_of_one(
             assert (grad - wanted[parameter]).norm() <= DTYPES[dtype] * grads[parameter].norm(), parameter
 
 
-@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_in_float32_several_ranks_are_as_near_to_float64_as_one_is(
-    family: str, name: str, found: list[dict[Any, Any]]
-) -> None:
-    exact, one = (_alone(family, dtype, name, len(found)) for dtype in DTYPES)
-    for rank in found:
+def test_in_float32_several_ranks_are_as_near_to_float64_as_one_is(family: str, found: list[dict[Any, Any]]) -> None:
+    names = [name for name in CASES if (family, torch.float32, name) in found[0]]
+    assert len(names) >= 2
+    for name, rank in itertools.product(names, found):
+        exact, one = (_alone(family, dtype, name, len(found)) for dtype in DTYPES)
         result = rank[family, torch.float32, name]
-        rows, shares = result["rows"], result["shares"]
-        truth = _share(exact[1], family, shares)
+        truth = _share(exact[1], family, result["shares"])
+        alone = _share(one[1], family, result["shares"])
+        assert _distance(result["grads"], truth) <= 1.5 * _distance(alone, truth), name
+        got, wanted = (x.double() - exact[0][result["rows"]] for x in (result["logprobs"], one[0][result["rows"]]))
+        assert got.norm() <= 1.5 * wanted.norm() + 1e-6, name
 
-        def distance(grads: dict[str, torch.Tensor], truth: dict[str, torch.Tensor] = truth) -> float:
-            return math.sqrt(sum(float((grads[n].double() - x).square().sum()) for n, x in truth.items()))
 
-        assert distance(result["grads"]) <= 1.5 * distance(_share(one[1], family, shares))
-        got, wanted = (x.double() - exact[0][rows] for x in (result["logprobs"], one[0][rows]))
-        assert got.norm() <= 1.5 * wanted.norm() + 1e-6
+def _distance(grads: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float((grads[name] - wanted).square().sum()) for name, wanted in truth.items()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
