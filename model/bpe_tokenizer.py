@@ -220,6 +220,9 @@ def _pieces(text: str) -> Iterator[str]:
     """Cuts of a long text: at most MAX_PIECE_CHARS, and no run of spaces or of other characters over MAX_RUN_CHARS."""
     for start in range(0, len(text), MAX_PIECE_CHARS):
         piece = text[start : start + MAX_PIECE_CHARS]
+        if len(piece) <= MAX_RUN_CHARS:  # as good as always
+            yield piece
+            continue
         begin = 0
         for run in re.finditer(r"\s+|\S+", piece):
             for cut in range(run.start() + MAX_RUN_CHARS, run.end(), MAX_RUN_CHARS):

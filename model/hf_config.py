@@ -48,6 +48,29 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """Contents of config.json; ConfigError for a shape that it cannot say."""
     c, kind = config, family(config)
     _refuse_unsayable(c)
+    text, extra = _shared_keys(c), {name: getattr(c, name) for name in EXTRA_FIELDS}
+    if kind == LINEAR:
+        return {"architectures": ["KimiLinearForCausalLM"], **text, EXTRA: extra}
+    text["linear_attn_config"] |= {"use_full_rank_gate": True, "gate_lower_bound": c.kda_gate_bound}
+    text |= {
+        "activation_situ_beta": c.situ_beta,
+        "activation_situ_linear_beta": c.situ_linear_beta,
+        "routed_expert_hidden_size": c.latent_dim,
+        "latent_moe_use_norm": True,
+        "mla_use_output_gate": True,
+        "attn_res_block_size": c.attn_res_block,
+    }
+    return {
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "model_type": K3,
+        "tie_word_embeddings": False,
+        "text_config": text,
+        EXTRA: extra,
+    }
+
+
+def _shared_keys(c: ModelConfig) -> dict[str, Any]:
+    """What both families say."""
     full = [i + 1 for i in c.mla_layers]
     linear: dict[str, Any] = {
         "full_attn_layers": full,
@@ -56,7 +79,7 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "head_dim": c.kda_key_dim,
         "short_conv_kernel_size": c.conv_kernel,
     }
-    text: dict[str, Any] = {
+    return {
         "model_type": LINEAR,
         "vocab_size": c.vocab_size,
         "hidden_size": c.hidden_size,
@@ -87,25 +110,6 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
         "mla_use_nope": True,
         "tie_word_embeddings": False,
         "linear_attn_config": linear,
-    }
-    extra = {name: getattr(c, name) for name in EXTRA_FIELDS}
-    if kind == LINEAR:
-        return {"architectures": ["KimiLinearForCausalLM"], **text, EXTRA: extra}
-    linear |= {"use_full_rank_gate": True, "gate_lower_bound": c.kda_gate_bound}
-    text |= {
-        "activation_situ_beta": c.situ_beta,
-        "activation_situ_linear_beta": c.situ_linear_beta,
-        "routed_expert_hidden_size": c.latent_dim,
-        "latent_moe_use_norm": True,
-        "mla_use_output_gate": True,
-        "attn_res_block_size": c.attn_res_block,
-    }
-    return {
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        "model_type": K3,
-        "tie_word_embeddings": False,
-        "text_config": text,
-        EXTRA: extra,
     }
 
 

@@ -344,19 +344,25 @@ def write_folder(
 
     value_head: dict[str, torch.Tensor] = {}
 
+    def parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        for at, part in plan[name][0].store(tensor.detach().cpu()):
+            yield at, part if dtype is None or not part.is_floating_point() else part.to(_kept(at, dtype))
+
     def stored() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            if name not in plan:
+            if name in plan:
+                yield from parts(name, tensor)
+            else:
                 value_head[name] = tensor.detach().cpu().clone()
-                continue
-            part = tensor
-            for at, part in plan[name][0].store(tensor.detach().cpu()):
-                yield at, part if dtype is None or not part.is_floating_point() else part.to(_kept(at, dtype))
-            del tensor, part  # before the next one is stacked
+            del tensor  # before the next one is stacked
         if source is not None:
             yield from ((name, source.read(name)) for name in sorted(source) if name.startswith(PASSED_THROUGH))
 
-    _write_shards(draft, stored(), max_shard_bytes)
+    # No larger buffer than can be filled: a small machine refuses to set 5 GiB aside.
+    most = sum(8 * shape.numel() for _, shape in plan.values())
+    if like is not None:
+        most += sum(path.stat().st_size for path in Path(like).glob("*.safetensors"))
+    _write_shards(draft, stored(), min(max_shard_bytes, most))
     if value_head:
         from safetensors.torch import save_file
 

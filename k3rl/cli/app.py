@@ -173,8 +173,7 @@ def scan(
         if not all(part.strip().isdecimal() for part in lengths.split(",")):
             raise ConfigError(f"lengths: must be numbers with commas between them, got {lengths!r}")
         tokens = [int(part) for part in lengths.split(",")]
-        content = None if text is None else text.read_bytes()
-        scan_folder(source, out, dtype=dtype, lengths=tokens, text=content, seed=seed, chunk=chunk)
+        scan_folder(source, out, dtype=dtype, lengths=tokens, text=text, seed=seed, chunk=chunk)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -111,11 +112,11 @@ def convert_rows(config: ModelConfig, shard_bytes: int) -> Iterator[list[dict[st
             with watch_memory(".safetensors") as peak:
                 convert(at / source, at / target, experts=experts, max_shard_bytes=shard_bytes)
             shape = f"{source} to {target}, files of {shard_bytes / 2**20:g} MiB"
-            yield [_row("peak memory of convert", shape, peak.num_bytes / 2**20, goal, "MiB", at_most=True)]
+            yield [_row("peak memory of convert", peak.num_bytes / 2**20, goal, "MiB", shape=shape, at_most=True)]
 
 
 def _row(
-    what: str, shape: str, ours: float, goal: float, unit: str, *, at_most: bool = False, **other: Any
+    what: str, ours: float, goal: float, unit: str, *, shape: str, at_most: bool = False, **other: Any
 ) -> dict[str, Any]:
     holds = ours <= goal if at_most else ours >= goal
     fields = {"baseline": None, "baseline_name": None, "floor": None, **other}
@@ -123,9 +124,7 @@ def _row(
 
 
 def _demo_rows(summary: dict[str, Any], shape: str) -> list[dict[str, Any]]:
-    def row(what: str, ours: float, goal: float, unit: str, **other: Any) -> dict[str, Any]:
-        return _row(what, shape, ours, goal, unit, **other)
-
+    row = functools.partial(_row, shape=shape)
     after_sft, after_rl, sft_only = (summary[f"success_{n}"] for n in ("after_sft", "after_rl", "sft_only"))
     return [
         row("held-out success after RL", after_rl, 0.85, "share", baseline=after_sft, baseline_name="after SFT"),

@@ -65,11 +65,11 @@ def write_documents(
     count: int,
     seed: int = 0,
     split: Split = "train",
-    num_tokens: Callable[[str], int] | None = None,
+    num_tokens: Callable[[str], int],
 ) -> None:
     """Write ``count`` documents of about ``length`` tokens, never more, as the new Parquet file ``path``.
 
-    ``num_tokens`` counts a text's tokens, left out: its bytes. Document i depends on i and the other arguments only.
+    ``num_tokens`` counts a text's tokens. Document i depends on i and the other arguments only.
 
     Raises:
         ConfigError: an argument is out of its range, or ``path`` exists.
@@ -92,15 +92,9 @@ def write_documents(
 
 
 def make_document(
-    kind: Kind,
-    length: int,
-    seed: int,
-    split: Split,
-    index: int,
-    num_tokens: Callable[[str], int] | None = None,
+    kind: Kind, length: int, seed: int, split: Split, index: int, count: Callable[[str], int]
 ) -> dict[str, Any]:
-    """One row of the file; see :func:`write_documents`."""
-    count = num_tokens or _num_bytes
+    """One row of the file; see :func:`write_documents`. ``count`` counts a text's tokens."""
     digest = hashlib.sha256(f"{seed}/{split}/{kind}/{length}/{index}".encode()).digest()
     rng = np.random.default_rng(int.from_bytes(digest[:8], "little"))
     names = _names(rng, split)
@@ -204,7 +198,3 @@ def _names(rng: np.random.Generator, split: Split) -> Iterator[str]:
             number, syllable = divmod(number, len(_SYLLABLES))
             name += _SYLLABLES[syllable]
         yield name.capitalize()
-
-
-def _num_bytes(text: str) -> int:
-    return len(text.encode())

@@ -25,6 +25,7 @@ from k3rl.model.pretrained import from_pretrained
 from k3rl.model.transformer import K3Model
 from k3rl.observe.console import table
 from k3rl.runtime.bench import environment
+from k3rl.runtime.convert import DTYPES
 from k3rl.weights.checkpoint import load
 
 if TYPE_CHECKING:
@@ -157,21 +158,22 @@ def _entropy(mixer: MlaMixer, inputs_QD: torch.Tensor, latents_NLX: torch.Tensor
 
 
 def scan_folder(
-    source: Path, out: Path, *, dtype: str, lengths: Sequence[int], text: bytes | None, seed: int, chunk: int
+    source: Path, out: Path, *, dtype: str, lengths: Sequence[int], text: Path | None, seed: int, chunk: int
 ) -> None:
     """Scan ``source`` (a file of configs/model/, a checkpoint of a run, or a published folder); print and write it."""
     if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 2:
         raise ConfigError(f"lengths: must ascend from at least 2, got {list(lengths)}")
     if chunk < 1:
         raise ConfigError(f"chunk: must be at least 1, got {chunk}")
-    model = _read(source, {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
+    model = _read(source, DTYPES[dtype])
     vocabulary = model.config.vocab_size
     if text is None:
         ids = torch.randint(0, vocabulary, (lengths[-1],), generator=torch.Generator().manual_seed(seed))
     else:
-        ids = torch.tensor(list(text[: lengths[-1]]), dtype=torch.int64)
-        if len(text) < lengths[-1]:
-            raise ConfigError(f"text: has {len(text)} bytes, and the longest of lengths is {lengths[-1]}")
+        content = text.read_bytes()
+        ids = torch.tensor(list(content[: lengths[-1]]), dtype=torch.int64)
+        if len(content) < lengths[-1]:
+            raise ConfigError(f"text: has {len(content)} bytes, and the longest of lengths is {lengths[-1]}")
         if int(ids.max()) >= vocabulary:
             raise ConfigError(f"text: byte {int(ids.max())} is no token of a vocabulary of {vocabulary}")
     found = list(scan(model, ids, lengths, chunk))
@@ -185,8 +187,8 @@ def scan_folder(
         rows = [{k: v for k, v in row.items() if k.startswith(("layer", "length", *starts))} for row in found]
         table(title, [row for row in rows if len(row) > 2])
     document = {
-        "command": f"k3rl scan {source} --dtype {dtype} --lengths {','.join(map(str, lengths))}",
-        "text": "random ids" if text is None else "bytes of a file",
+        "command": f"k3rl scan {source} --dtype {dtype} --lengths {','.join(map(str, lengths))} --chunk {chunk} "
+        + (f"--seed {seed}" if text is None else f"--text {text}"),
         "environment": environment(),
         "rows": [row for figures in found for row in _result_rows(figures, dtype)],
     }

@@ -18,8 +18,12 @@ KINDS = get_args(Kind)
 LENGTH = 8192
 
 
+def num_bytes(text: str) -> int:
+    return len(text.encode())
+
+
 def _rows(kind: Kind, count: int = 12, split: Split = "train", seed: int = 3) -> list[dict[str, Any]]:
-    return [make_document(kind, LENGTH, seed, split, i) for i in range(count)]
+    return [make_document(kind, LENGTH, seed, split, i, num_bytes) for i in range(count)]
 
 
 def _answers(text: str, question: str) -> set[str]:
@@ -77,7 +81,7 @@ def test_a_document_is_as_long_as_asked_for_and_never_longer(kind: Kind, length:
     def words(text: str) -> int:
         return len(re.findall(r"\w+|[^\w ]", text))
 
-    for count in (None, words):
+    for count in (num_bytes, words):
         for i in range(4):
             assert 0.97 * length <= make_document(kind, length, 0, "train", i, count)["length"] <= length
 
@@ -100,11 +104,11 @@ def test_the_file_is_written_in_row_groups_and_reads_back(
 ) -> None:
     monkeypatch.setattr(documents, "ROW_GROUP_TOKENS", 5 * LENGTH)
     path = tmp_path / "new" / "documents.parquet"
-    write_documents(path, kind=kind, length=LENGTH, count=12, seed=3)
+    write_documents(path, kind=kind, length=LENGTH, count=12, seed=3, num_tokens=num_bytes)
     file = pq.ParquetFile(path)
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [5, 5, 2]
     assert file.read().to_pylist() == _rows(kind)
     with pytest.raises(ConfigError, match="exists"):
-        write_documents(path, kind=kind, length=LENGTH, count=1)
+        write_documents(path, kind=kind, length=LENGTH, count=1, num_tokens=num_bytes)
     with pytest.raises(ConfigError, match="length"):
-        write_documents(tmp_path / "b", kind=kind, length=100, count=1)
+        write_documents(tmp_path / "b", kind=kind, length=100, count=1, num_tokens=num_bytes)

@@ -134,11 +134,16 @@ def test_a_weak_decay_rounds_to_one_in_bfloat16_and_not_in_float32() -> None:
 def test_the_figures_are_written_as_rows_of_results_and_bad_input_is_named(tmp_path: Path) -> None:
     out = tmp_path / "new" / "scan.json"
 
-    def run(lengths: list[int], text: bytes | None = None) -> None:
+    def run(lengths: list[int], content: bytes | None = None) -> None:
+        text = None if content is None else tmp_path / "text"
+        if text is not None and content is not None:
+            text.write_bytes(content)
         scan_folder(MODELS / "k3_tiny.yaml", out, dtype="float32", lengths=lengths, text=text, seed=0, chunk=32)
 
     run([20, 40], b"to be or not to be, that is the question" * 2)
-    rows = json.loads(out.read_text())["rows"]
+    document = json.loads(out.read_text())
+    assert document["command"].endswith(f"--lengths 20,40 --chunk 32 --text {tmp_path / 'text'}")
+    rows = document["rows"]
     assert {row["shape"].split(", ")[1] for row in rows} == {"20 tokens", "40 tokens"}
     margins = [row for row in rows if row["what"] == "overflow_margin"]
     assert len(margins) == 2 * (TINY.num_layers - len(TINY.mla_layers))
