@@ -157,6 +157,10 @@ class Balancer:
             if bool(counted.any()):
                 bias = layer.gate.e_score_correction_bias
                 bias.copy_(self._update(counted, bias, layer.top_k))
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was counted since the last step."""
         self.counts = [None] * len(self._layers)
 
     def _counted(self, index: int) -> torch.Tensor:
@@ -207,3 +211,11 @@ class LoadQuantileBalancer(Balancer):
 
     def _update(self, counts: torch.Tensor, bias_E: torch.Tensor, top_k: int) -> torch.Tensor:
         return load_quantile_update(counts, bias_E, self._step, self._low, self._high)
+
+
+BALANCERS: dict[str, type[Balancer] | None] = {
+    "none": None,
+    "quantile": QuantileBalancer,
+    "load_quantile": LoadQuantileBalancer,
+}
+"""By their name in a configuration."""

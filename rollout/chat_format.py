@@ -16,6 +16,7 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any, Protocol
 
+from k3rl.config import RunConfig
 from k3rl.errors import ConfigError, suggest
 from k3rl.model.bpe_tokenizer import byte_tokenizer, load_tokenizer
 from k3rl.model.tokenizer import TinyTokenizer, Tokenizer
@@ -25,7 +26,7 @@ from k3rl.rollout.formats.xtml import XtmlFormat
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from k3rl.config import RunConfig
+    from k3rl.config import JobConfig
     from k3rl.envs.base import AssistantAction, Message
 
 _FORMATS: dict[str, type[CompactFormat] | type[XtmlFormat]] = {"compact": CompactFormat, "xtml": XtmlFormat}
@@ -96,25 +97,30 @@ def make_tokenizer(name: str, words: Iterable[str], tool_names: Iterable[str]) -
     return TinyTokenizer(words=tuple(found), markers=kind.MARKERS)
 
 
-def vocabulary_of(config: RunConfig) -> str:
-    """What the token ids of a run mean: equal texts mean equal ids for everything that is ever rendered."""
+def vocabulary_of(config: JobConfig) -> str:
+    """What the token ids of a job mean: equal texts mean equal ids for everything that is ever rendered."""
     return f"{config.chat_format} {build_chat_format(config).tokenizer.digest[:16]}"
 
 
-def build_chat_format(config: RunConfig) -> ChatFormat:
-    """The format of a run. The environment gives the tools and, as ``template_words``, the words worth a token."""
+def build_chat_format(config: JobConfig) -> ChatFormat:
+    """The format of a job. An environment gives the tools and, as ``template_words``, the words worth a token."""
+    if not isinstance(config, RunConfig):
+        return make_chat_format(config.chat_format, _load_tokenizer(config), **config.chat_options)
     from k3rl.envs.registry import make
 
     env: Any = make(config.environment.id, **config.environment.options).unwrapped
-    tokenizer: Tokenizer
     if config.tokenizer == "tiny":
         names = [tool["name"] for tool in env.tool_schemas]
-        tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
-    elif config.tokenizer == "bytes":
-        tokenizer = byte_tokenizer(_format_type(config.chat_format).MARKERS)
+        tokenizer: Tokenizer = make_tokenizer(config.chat_format, env.template_words, names)
     else:
-        tokenizer = load_tokenizer(config.tokenizer)
+        tokenizer = _load_tokenizer(config)
     return make_chat_format(config.chat_format, tokenizer, env.tool_schemas, **config.chat_options)
+
+
+def _load_tokenizer(config: JobConfig) -> Tokenizer:
+    if config.tokenizer == "bytes":
+        return byte_tokenizer(_format_type(config.chat_format).MARKERS)
+    return load_tokenizer(config.tokenizer)
 
 
 def _format_type(name: str) -> type[CompactFormat] | type[XtmlFormat]:

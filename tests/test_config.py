@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from k3rl.config import TILE_ROWS, RunConfig, from_dict, load_config, load_model_config, to_dict
+from k3rl.config import (
+    TILE_ROWS,
+    RunConfig,
+    SftJobConfig,
+    from_dict,
+    load_config,
+    load_job,
+    load_model_config,
+    to_dict,
+)
 from k3rl.errors import ConfigError
 from k3rl.kernels.kda.reference import TILE
 
@@ -496,3 +505,44 @@ def test_a_name_is_one_folder_inside_the_root_of_runs(name: str) -> None:
 )
 def test_a_number_out_of_its_range_is_refused_before_the_run_starts(item: str) -> None:
     assert f"{item.split('=')[0]}: must be " in refusal(DEMO, (item,))
+
+
+def load_stages(*overrides: str) -> SftJobConfig:
+    return load_job(SftJobConfig, CONFIGS / "long_context.yaml", overrides)
+
+
+def test_the_schedule_of_context_lengths_is_k3s_and_reads_back() -> None:
+    config = load_stages()
+    assert [stage.length for stage in config.stages.values()] == [2**13, 2**16, 2**18, 2**20]
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert list(config.stages) == ["8k", "64k", "256k", "1m"]
+    assert load_stages("stages.8k.steps=3").steps == config.steps - config.stages["8k"].steps + 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stages.8k.stepz=3", "unknown key 'stages.8k.stepz'. Did you mean 'stages.8k.steps'?"),
+        ("stages.2m.steps=3", "needs a value for 'stages.2m.batch_tokens', 'stages.2m.dataset', 'stages.2m.length'"),
+        ("stages.8k.length=1", "stages.8k.length: must be at least 2, got 1"),
+        ("stages.8k.steps=0", "stages.8k.steps: must be at least 1, got 0"),
+        ("stages.8k.lr=nan", "stages.8k.lr: must be at least 0, got nan"),
+        ("stages.1m.batch_tokens=1000", "stages.1m.batch_tokens: must hold one sequence of length 1048576, got 1000"),
+        ("stages.8k=3", "stages.8k: must be a mapping of keys or the path of a YAML file, got 3"),
+        ("stages.8k.steps=abc", "stages.8k.steps: Value 'abc'"),
+        ("tokenizer=tiny", "tokenizer: tiny is made of an environment's words, which a dataset lacks"),
+        ("balancing=auxiliary", "balancing: Invalid value 'auxiliary'"),
+        ("checkpoint_every=0", "checkpoint_every: must be at least 1, got 0"),
+    ],
+)
+def test_a_wrong_stage_is_named_by_its_key(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_stages(override)
+    assert message in str(caught.value)
+
+
+def test_each_command_says_which_one_a_file_is_for() -> None:
+    with pytest.raises(ConfigError, match="has stages, which are for k3rl sft"):
+        load_config(CONFIGS / "long_context.yaml")
+    with pytest.raises(ConfigError, match="has an environment, which is for k3rl train"):
+        load_job(SftJobConfig, DEMO)

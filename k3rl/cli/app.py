@@ -64,8 +64,19 @@ def train(
 
 @app.command()
 def sft(config_path: ConfigPath, overrides: Overrides = None, resume: Resume = False, dry_run: DryRun = False) -> None:
-    """Only the supervised part of a job: imitate the environment's demonstrator."""
-    train(config_path, [*(overrides or []), "steps=0"], resume, dry_run)
+    """Train on datasets, from scratch or on, in stages that share weights and optimiser."""
+    with _user_errors():
+        from k3rl.config import SftJobConfig, load_job
+
+        config = load_job(SftJobConfig, config_path, overrides or [])
+        if dry_run:
+            from k3rl.runtime.stages import print_stages
+
+            print_stages(config)
+            return
+        from k3rl.runtime.stages import run_sft
+
+        run_sft(config, resume=resume)
 
 
 @app.command("eval")

@@ -5,13 +5,14 @@ omegaconf object leaves this package. A key that does not exist, a value of the 
 raises :class:`ConfigError` that names the key and, where there is one, the key that was probably meant.
 """
 
-from k3rl.config.load import from_dict, load_config, load_model_config, model_from_dict, to_dict
+from k3rl.config.load import from_dict, load_config, load_job, load_model_config, model_from_dict, to_dict
 from k3rl.config.schema import (
     MXFP4_BLOCK,
     TILE_ROWS,
     BufferConfig,
     EnvironmentConfig,
     EvaluationConfig,
+    JobConfig,
     LearnerConfig,
     ModelConfig,
     ObjectiveConfig,
@@ -19,6 +20,8 @@ from k3rl.config.schema import (
     RolloutConfig,
     RunConfig,
     SftConfig,
+    SftJobConfig,
+    StageConfig,
 )
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "BufferConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "JobConfig",
     "LearnerConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -34,8 +38,11 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SftConfig",
+    "SftJobConfig",
+    "StageConfig",
     "from_dict",
     "load_config",
+    "load_job",
     "load_model_config",
     "model_from_dict",
     "to_dict",

@@ -13,13 +13,25 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from k3rl.config.schema import ModelConfig, RunConfig
+from k3rl.config.schema import JobConfig, ModelConfig, RunConfig, SftJobConfig
 from k3rl.errors import ConfigError, suggest
+
+Job = typing.TypeVar("Job", bound=JobConfig)
 
 
 def load_config(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
-    """Read a run's configuration. Raises ConfigError naming the file and key at fault."""
-    return _build(RunConfig, _read(Path(path)), list(overrides), Path(path))
+    """Read the configuration of a ``k3rl train`` job. Raises ConfigError naming the file and key at fault."""
+    return load_job(RunConfig, path, overrides)
+
+
+def load_job(kind: type[Job], path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> Job:
+    """Read a job's configuration. Raises ConfigError naming the file and key at fault."""
+    values = _read(Path(path))
+    if kind is RunConfig and "stages" in values:
+        raise ConfigError(f"{path}: has stages, which are for k3rl sft; k3rl train goes on from its run (init_from)")
+    if kind is SftJobConfig and "environment" in values:
+        raise ConfigError(f"{path}: has an environment, which is for k3rl train; k3rl sft trains on datasets (stages)")
+    return _build(kind, values, list(overrides), Path(path))
 
 
 def load_model_config(path: str | Path) -> ModelConfig:
@@ -37,9 +49,9 @@ def model_from_dict(values: dict[str, Any]) -> ModelConfig:
     return _build(ModelConfig, values, [], Path("manifest.json"))
 
 
-def from_dict(values: dict[str, Any]) -> RunConfig:
-    """Rebuild a run's config from what :func:`to_dict` made (the ``config.json`` of a run folder)."""
-    return _build(RunConfig, values, [], Path("config.json"))
+def from_dict(values: dict[str, Any]) -> RunConfig | SftJobConfig:
+    """Rebuild a job's config from what :func:`to_dict` made (the ``config.json`` of a run folder)."""
+    return _build(SftJobConfig if "stages" in values else RunConfig, values, [], Path("config.json"))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -149,7 +161,13 @@ def _expand(
         if key not in sections:
             raise ConfigError(f"{source}: unknown key '{name}'.{_suggest_key(cls, prefix, str(key))}")
         nested = sections[key]
-        if nested is None:
+        if kind := _named_sections(hints[key]):
+            inner = {str(k): v for k, v in _mapping(value, f"{source}: {name}").items()}
+            out[key] = {
+                k: _expand(kind, _mapping(v, f"{source}: {name}.{k}"), f"{name}.{k}.", source, folder, origins)
+                for k, v in inner.items()
+            }
+        elif nested is None:
             if hints[key] is str and isinstance(value, bool | int | float):
                 raise ConfigError(f"{source}: {name}: must be text, got {value!r}; put it in quotes")
             out[key] = value
@@ -180,11 +198,21 @@ def _sections(cls: type) -> dict[str, type | None]:
     return {f.name: hints[f.name] if dataclasses.is_dataclass(hints[f.name]) else None for f in dataclasses.fields(cls)}
 
 
+def _named_sections(hint: Any) -> type | None:
+    """The config class of a mapping from names to sections; None for any other type."""
+    value = typing.get_args(hint)[-1:]
+    return value[0] if value and typing.get_origin(hint) is dict and dataclasses.is_dataclass(value[0]) else None  # type: ignore[return-value]
+
+
 def _at(cls: type, key: str) -> Any:
     """Config class or type of the field that a dotted key names; None below a free-form mapping."""
     at: Any = cls
     prefix = ""
     for part in key.split("."):
+        if kind := _named_sections(at):
+            at = kind
+            prefix += f"{part}."
+            continue
         if not dataclasses.is_dataclass(at):
             return None
         if part not in _sections(at):  # type: ignore[arg-type]
@@ -217,10 +245,10 @@ def _parse_override(cls: type, item: str) -> tuple[str, Any]:
 
 
 def _suggest_key(cls: type, prefix: str, key: str) -> str:
-    """Suggest the same key elsewhere in the run's tree, else a similar one here, else a similar one anywhere."""
+    """Suggest the same key elsewhere in a job's tree, else a similar one here, else a similar one anywhere."""
     leaves = _leaves(RunConfig, "")
     plain = key.replace("-", "_").lower()
-    elsewhere = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == plain]
+    elsewhere = [leaf for leaf in leaves if leaf.rsplit(".", 1)[-1] == plain and leaf != prefix + key]
     if elsewhere:
         return f" Did you mean {' or '.join(repr(leaf) for leaf in elsewhere)}?"
     near = suggest(plain, _sections(cls))

@@ -19,35 +19,67 @@ RECORDED_REWARDS = ("outcome", "milestone")
 
 
 _MANY = 1e9
-_RANGES = {
-    "steps": (0, _MANY),
-    "sft.max_steps": (0, _MANY),
-    "sft.min_steps": (0, _MANY),
-    "evaluation.every": (0, _MANY),
-    "buffer.max_staleness": (0, _MANY),
-    "rollout.max_failed_frac": (0, 1),
-    "environment.step_timeout_s": (1e-3, _MANY),
-    "rollout.timeout_s": (1e-3, _MANY),
-    "rollout.reward_timeout_s": (1e-3, _MANY),
+Ranges = dict[str, tuple[float, float]]
+"""Least and largest value by key; nan lies in none."""
+
+
+def _optimizer_ranges(section: str) -> Ranges:
+    fractions = {"final_lr_frac": (0.0, 1.0)}
+    rest = dict.fromkeys(("lr", "weight_decay", "warmup_steps", "max_grad_norm"), (0.0, _MANY))
+    return {f"{section}.optimizer.{key}": limits for key, limits in {**rest, **fractions}.items()}
+
+
+_JOB_RANGES: Ranges = {
+    **dict.fromkeys(
+        (
+            "learner.threads",
+            "learner.micro_batch_tokens",
+            "learner.max_skipped_updates",
+            "checkpoint_every",
+            "checkpoints_kept",
+        ),
+        (1, _MANY),
+    ),
     "learner.timeout_s": (1e-3, _MANY),
-    **{
-        f"{phase}.optimizer.{key}": limits
-        for phase in ("sft", "learner")
-        for key, limits in {
-            "lr": (0, _MANY),
-            "weight_decay": (0, _MANY),
-            "warmup_steps": (0, _MANY),
-            "final_lr_frac": (0, 1),
-            "max_grad_norm": (0, _MANY),
-        }.items()
-    },
+    **_optimizer_ranges("learner"),
 }
-"""Least and largest value of what has a range; nan lies in none."""
+_RUN_RANGES: Ranges = {
+    **dict.fromkeys(
+        ("steps", "sft.max_steps", "sft.min_steps", "evaluation.every", "buffer.max_staleness"), (0, _MANY)
+    ),
+    **dict.fromkeys(
+        (
+            "environment.max_turns",
+            "environment.max_tokens_per_turn",
+            "environment.max_episode_tokens",
+            "sft.batch_size",
+            "sft.eval_every",
+            "sft.eval_tasks",
+            "rollout.num_workers",
+            "rollout.threads_per_worker",
+            "rollout.groups_per_step",
+            "rollout.group_size",
+            "rollout.max_attempts",
+            "evaluation.num_tasks",
+        ),
+        (1, _MANY),
+    ),
+    **dict.fromkeys(("environment.step_timeout_s", "rollout.timeout_s", "rollout.reward_timeout_s"), (1e-3, _MANY)),
+    "rollout.max_failed_frac": (0, 1),
+    **_optimizer_ranges("sft"),
+}
 
 
 def _require(condition: bool, key: str, message: str) -> None:
     if not condition:
         raise ConfigError(f"{key}: {message}")
+
+
+def _require_ranges(config: Any, ranges: Ranges) -> None:
+    for key, (low, high) in ranges.items():
+        value = attrgetter(key)(config)
+        message = f"must be at least {low:g}" if high == _MANY and low >= 1 else f"must be from {low:g} to {high:g}"
+        _require(low <= value <= high, key, f"{message}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -277,18 +309,43 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunConfig:
-    """One job."""
+class JobConfig:
+    """What every job says."""
 
     name: str
     seed: int = 0
     run_root: str = "runs"
     model: ModelConfig
+    init_from: str | None = None
+    """Weights to start from, of this very model: a run's folder or one of its checkpoints, or a published folder. None:
+    drawn from ``seed``."""
     tokenizer: str = "tiny"
     """``tiny``, made from the words of the environment and the format, ``bytes``, or a published tokenizer's folder."""
     chat_format: Literal["compact", "xtml"] = "compact"
     chat_options: dict[str, Any] = field(default_factory=dict)
     """Options of the format: ``thinking``, ``effort`` (low, medium, high, max) and ``wording`` (a file) of ``xtml``."""
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    checkpoint_every: int = 10
+    """Learner steps."""
+    checkpoints_kept: int = 3
+
+    def __post_init__(self) -> None:
+        _require(
+            self.name not in ("", "..") and Path(self.name).name == self.name,
+            "name",
+            f"must be the name of one folder inside run_root, got {self.name!r}",
+        )
+        _require_ranges(self, _JOB_RANGES)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run_root) / self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig(JobConfig):
+    """A job of ``k3rl train``: imitation of the environment's demonstrator, then RL."""
+
     environment: EnvironmentConfig
     rewards: dict[str, float] = field(default_factory=dict)
     """Weight of each reward component; none given means ``{outcome: 1.0}``."""
@@ -297,16 +354,14 @@ class RunConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     steps: int = 0
     """Learner steps of RL; 0 switches this phase off."""
     schedule: Literal["synchronous", "one_step_async"] = "synchronous"
-    checkpoint_every: int = 10
-    checkpoints_kept: int = 3
 
     def __post_init__(self) -> None:
+        JobConfig.__post_init__(self)  # super() does not know the class that slots made
         if not self.rewards:
             object.__setattr__(self, "rewards", {"outcome": 1.0})
         _require(
@@ -330,39 +385,54 @@ class RunConfig:
             "buffer.signal",
             f"no component {self.buffer.signal!r} in rewards; there are {', '.join(signals)}",
         )
-        _require(
-            self.name not in ("", "..") and Path(self.name).name == self.name,
-            "name",
-            f"must be the name of one folder inside run_root, got {self.name!r}",
-        )
-        for key, value in self._counts().items():
-            _require(value >= 1, key, f"must be at least 1, got {value}")
-        for key, (low, high) in _RANGES.items():
-            value = attrgetter(key)(self)
-            _require(low <= value <= high, key, f"must be from {low:g} to {high:g}, got {value}")
+        _require_ranges(self, _RUN_RANGES)
 
-    def _counts(self) -> dict[str, int]:
-        """Everything that must be at least 1 for a run to make sense."""
-        return {
-            "environment.max_turns": self.environment.max_turns,
-            "environment.max_tokens_per_turn": self.environment.max_tokens_per_turn,
-            "environment.max_episode_tokens": self.environment.max_episode_tokens,
-            "sft.batch_size": self.sft.batch_size,
-            "sft.eval_every": self.sft.eval_every,
-            "sft.eval_tasks": self.sft.eval_tasks,
-            "rollout.num_workers": self.rollout.num_workers,
-            "rollout.threads_per_worker": self.rollout.threads_per_worker,
-            "rollout.groups_per_step": self.rollout.groups_per_step,
-            "rollout.group_size": self.rollout.group_size,
-            "rollout.max_attempts": self.rollout.max_attempts,
-            "learner.threads": self.learner.threads,
-            "learner.micro_batch_tokens": self.learner.micro_batch_tokens,
-            "learner.max_skipped_updates": self.learner.max_skipped_updates,
-            "evaluation.num_tasks": self.evaluation.num_tasks,
-            "checkpoint_every": self.checkpoint_every,
-            "checkpoints_kept": self.checkpoints_kept,
-        }
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageConfig:
+    """A part of supervised training: one dataset, one length of context."""
+
+    dataset: str
+    """Parquet or JSON-lines files (``documents/*.parquet``), a folder of ``Dataset.save_to_disk``, or a name on the
+    Hugging Face Hub. Rows have ``text``, ``prompt`` and ``completion``, or ``messages`` (and ``tools``)."""
+    validation: str | None = None
+    """Held out, given in the same way."""
+    length: int
+    """Most tokens of a sequence. Longer texts are cut; longer conversations are left out, and counted."""
+    batch_tokens: int
+    """Tokens of an update; sequences are never padded."""
+    steps: int
+    lr: float | None = None
+    """Peak of this stage; ``learner.optimizer``'s schedule runs anew over its steps. None: ``learner.optimizer.lr``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SftJobConfig(JobConfig):
+    """A job of ``k3rl sft``: training on datasets, from scratch or on, in stages that share weights and optimiser."""
+
+    tokenizer: str = "bytes"
+    """``bytes``, or a published tokenizer's folder."""
+    stages: dict[str, StageConfig]
+    """By name, in the order in which they are trained."""
+    balancing: Literal["none", "quantile", "load_quantile"] = "none"
+    """What moves the experts' selection biases; ``quantile`` is K3's, for training from scratch."""
+    eval_every: int = 0
+    """Learner steps between two looks at a stage's validation set; it is looked at after its last step anyway."""
+
+    def __post_init__(self) -> None:
+        JobConfig.__post_init__(self)
+        _require(bool(self.stages), "stages", "there is none")
+        _require(self.tokenizer != "tiny", "tokenizer", "tiny is made of an environment's words, which a dataset lacks")
+        _require_ranges(self, {"eval_every": (0, _MANY)})
+        for name, stage in self.stages.items():
+            key = f"stages.{name}"
+            _require(stage.length >= 2, f"{key}.length", f"must be at least 2, got {stage.length}")
+            _require(stage.steps >= 1, f"{key}.steps", f"must be at least 1, got {stage.steps}")
+            _require(stage.lr is None or 0 <= stage.lr < _MANY, f"{key}.lr", f"must be at least 0, got {stage.lr}")
+            least = f"must hold one sequence of length {stage.length}"
+            _require(stage.batch_tokens >= stage.length, f"{key}.batch_tokens", f"{least}, got {stage.batch_tokens}")
 
     @property
-    def run_dir(self) -> Path:
-        return Path(self.run_root) / self.name
+    def steps(self) -> int:
+        """Learner steps of all stages."""
+        return sum(stage.steps for stage in self.stages.values())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from k3rl.config import LearnerConfig
+from k3rl.config import LearnerConfig, OptimizerConfig
 from k3rl.errors import CheckpointError, ConfigError, TrainingError
 from k3rl.learner.forward import compute_gradients, compute_vectors, plan_micro_batches
 from k3rl.learner.optim import build_optimizer, lr_factor
@@ -46,6 +46,12 @@ class Learner:
         self.step = 0  # optimiser steps taken; the position in the schedule
         self.skipped = 0  # updates that the guard refused, ever
         self.skipped_in_a_row = 0
+
+    def restart(self, optimizer: OptimizerConfig, total_steps: int) -> None:
+        """Begin another schedule with the moments that there are: ``total_steps`` updates with another peak rate."""
+        self.config = dataclasses.replace(self.config, optimizer=optimizer)
+        self.total_optimizer_steps = total_steps * self.objective.epochs
+        self.step = 0
 
     def update(self, trajectories: Sequence[Trajectory], rewards: Sequence[np.ndarray | None]) -> Metrics:
         """Train on a whole global batch.

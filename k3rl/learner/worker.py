@@ -4,56 +4,103 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from k3rl.buffer.store import Store
-from k3rl.config import ObjectiveConfig, to_dict
+from k3rl.config import ObjectiveConfig, RunConfig, SftJobConfig, to_dict
 from k3rl.errors import ConfigError
+from k3rl.learner.forward import compute_vectors, plan_micro_batches
 from k3rl.learner.update import Learner
+from k3rl.metrics import Mean, Metrics
+from k3rl.model.moe import BALANCERS, Balancer
 from k3rl.model.transformer import K3Model
-from k3rl.objective import Objective, resolve
+from k3rl.objective import Objective, build_batch, resolve
 from k3rl.rewards.compose import compose
 from k3rl.trajectory import PolicyVersion
 from k3rl.weights import object_store
 from k3rl.weights.base import LocalWeights, weights_digest
 from k3rl.weights.checkpoint import Checkpoint, load_latest, save
 from k3rl.weights.lock import lock_folder
+from k3rl.weights.source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from k3rl.config import RunConfig
-    from k3rl.metrics import Metrics
+    from k3rl.config import JobConfig, OptimizerConfig
     from k3rl.trajectory import Summary, Trajectory
     from k3rl.weights.object_store import StoredWeights
 
-Phase = Literal["sft", "rl"]
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A part of a job that has an objective and a schedule of its own."""
+
+    objective: Objective
+    optimizer: OptimizerConfig
+    steps: int
+    imitates: bool
+    """What is learnt from is right, whatever it earned."""
+    keeps_moments: bool
+    """It goes on with the optimiser of the phase before."""
+
+
+def phases_of(config: JobConfig) -> dict[str, Phase]:
+    """Phases by name: ``sft`` and ``rl`` of a run, the stages of a job of ``k3rl sft``."""
+    imitation = resolve(ObjectiveConfig(preset="sft"))
+    peak = config.learner.optimizer
+    if isinstance(config, SftJobConfig):
+        return {
+            name: Phase(
+                objective=imitation,
+                optimizer=peak if stage.lr is None else dataclasses.replace(peak, lr=stage.lr),
+                steps=stage.steps,
+                imitates=True,
+                keeps_moments=True,
+            )
+            for name, stage in config.stages.items()
+        }
+    assert isinstance(config, RunConfig)
+    objective = resolve(config.objective, horizon=config.environment.max_episode_tokens)
+    sft, own = config.sft, {"keeps_moments": False}
+    return {
+        "sft": Phase(objective=imitation, optimizer=sft.optimizer, steps=sft.max_steps, imitates=True, **own),
+        "rl": Phase(objective=objective, optimizer=peak, steps=config.steps, imitates=False, **own),
+    }
 
 
 class LearnerWorker:
     """Answers the controller's calls."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: JobConfig, device: str = "cpu") -> None:
         torch.set_num_threads(config.learner.threads)
         self._config = config
-        self._policy = K3Model(config.model, seed=config.seed)
-        self._phase: Phase = "sft"
+        self._policy = K3Model(config.model, seed=config.seed, device=device)
+        self._phases = phases_of(config)
+        self._phase = next(iter(self._phases))
         self._claim = ExitStack()
-        self._learner = self._make_learner("sft")
+        self._learner = self._make_learner()
+        kind = BALANCERS[config.balancing] if isinstance(config, SftJobConfig) else None
+        self._balancer: Balancer | None = None if kind is None else kind(self._policy.moe_layers)
 
-    def begin(self, phase: Phase) -> None:
-        """Enter a phase with a fresh optimiser; entering the phase one is in already changes nothing."""
-        if phase != self._phase:
-            self._phase = phase
-            self._learner = self._make_learner(phase)
+    def begin(self, phase: str) -> None:
+        """Enter a phase; entering the phase one is in already changes nothing."""
+        if phase == self._phase:
+            return
+        self._phase = phase
+        at = self._phases[phase]
+        if at.keeps_moments:
+            self._learner.restart(at.optimizer, at.steps)
+        else:
+            self._learner = self._make_learner()
 
     def formula(self) -> str:
-        """The resolved objective of RL."""
-        return self._objective("rl").formula()
+        """The resolved objective of the current phase."""
+        return self._learner.objective.formula()
 
     def update(self, batch: Sequence[Summary], folder: Path) -> Metrics:
         """One update on a whole batch, read from the payload files below ``folder``."""
@@ -61,12 +108,30 @@ class LearnerWorker:
 
     def update_on(self, trajectories: Sequence[Trajectory]) -> Metrics:
         """One update on a whole batch, with the objective of the current phase."""
-        return self._learner.update(trajectories, [self._rewards(t) for t in trajectories])
+        rewards = [self._rewards(t) for t in trajectories]
+        if self._balancer is None:
+            return self._learner.update(trajectories, rewards)
+        skipped = self._learner.skipped
+        with self._balancer.observe():
+            metrics = self._learner.update(trajectories, rewards)
+        if self._learner.skipped == skipped:
+            self._balancer.step()
+        else:
+            self._balancer.forget()  # scores that are not finite say nothing about the load
+        return metrics
 
-    def publish(self, incarnation: int, step: int) -> StoredWeights:
-        """Put the current weights into the object store, for the engines to read."""
+    @torch.no_grad()
+    def loss_on(self, trajectories: Sequence[Trajectory]) -> Mean:
+        """Negative log-likelihood of all actions together, in nats, and how many tokens they are."""
+        batch = build_batch(trajectories, [np.zeros(len(t.segments)) for t in trajectories])
+        plan = plan_micro_batches(batch, self._config.learner.micro_batch_tokens)
+        logprobs = compute_vectors(self._policy, batch, plan, with_value=False).logprob[batch.action_mask]
+        return Mean(-float(logprobs.double().sum()), len(logprobs))
+
+    def publish(self, incarnation: int, step: int, timeout_s: float) -> StoredWeights:
+        """Put the current weights into the object store, for the engines to read within ``timeout_s``."""
         weights = self.weights(incarnation, step)
-        return object_store.put(weights.version, weights.tensors, self._config.rollout.timeout_s)
+        return object_store.put(weights.version, weights.tensors, timeout_s)
 
     def weights(self, incarnation: int, step: int) -> LocalWeights:
         """A copy of the current weights, with their version."""
@@ -110,30 +175,30 @@ class LearnerWorker:
     def load(self, directory: Path, vocabulary: str) -> tuple[dict[str, Any], dict[str, Any], tuple[str, ...]] | None:
         """Load the last good checkpoint below ``directory``.
 
-        Returns the controller's state, the consumed set and what was passed over as damaged; None when there is none.
+        Returns the controller's state, the consumed set and what was passed over as damaged; None when there is none:
+        then the weights are those that the job starts from.
         """
         loaded = load_latest(directory, to_dict(self._config.model), vocabulary)
         if loaded is None:
+            if self._config.init_from is not None:
+                source = open_source(Path(self._config.init_from))
+                source.require(self._config.model, vocabulary)
+                source.fill(self._policy)
             return None
         checkpoint = loaded.checkpoint
         self._policy.load_state_dict(dict(checkpoint.model))
         self._phase = checkpoint.state["phase"]
-        self._learner = self._make_learner(self._phase)
+        self._learner = self._make_learner()
         self._learner.load_state_dict(dict(checkpoint.optimizer), checkpoint.state["learner"])
         return checkpoint.state["controller"], dict(checkpoint.consumed), loaded.damaged
 
-    def _objective(self, phase: Phase) -> Objective:
-        config = ObjectiveConfig(preset="sft") if phase == "sft" else self._config.objective
-        return resolve(config, horizon=self._config.environment.max_episode_tokens)
-
-    def _make_learner(self, phase: Phase) -> Learner:
-        config = self._config
-        learner = config.learner
-        if phase == "sft":
-            learner = dataclasses.replace(learner, optimizer=config.sft.optimizer)
-        steps = config.sft.max_steps if phase == "sft" else config.steps
-        return Learner(self._policy, self._objective(phase), learner, total_steps=max(steps, 1))
+    def _make_learner(self) -> Learner:
+        at = self._phases[self._phase]
+        config = dataclasses.replace(self._config.learner, optimizer=at.optimizer)
+        return Learner(self._policy, at.objective, config, total_steps=max(at.steps, 1))
 
     def _rewards(self, trajectory: Trajectory) -> np.ndarray | None:
-        # A demonstration is imitated, whatever it earned.
-        return np.zeros(len(trajectory.segments)) if self._phase == "sft" else compose(trajectory, self._config.rewards)
+        if self._phases[self._phase].imitates:
+            return np.zeros(len(trajectory.segments))
+        assert isinstance(self._config, RunConfig)
+        return compose(trajectory, self._config.rewards)

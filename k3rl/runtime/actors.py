@@ -51,7 +51,7 @@ class Actors:
 
     def publish(self, incarnation: int, step: int) -> PolicyVersion:
         """Give the learner's weights to every rollout worker; each answers with the digest of what it now serves."""
-        weights = self.ask_learner("publish", incarnation, step)
+        weights = self.ask_learner("publish", incarnation, step, self._config.rollout.timeout_s)
         refs = [worker.update_weights.remote(weights) for worker in self._workers]
         digests = wait_for(refs, self._names, self._config.rollout.timeout_s, "weight update", "rollout.timeout_s")
         version = weights.version

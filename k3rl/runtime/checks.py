@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from k3rl.config import RunConfig
 from k3rl.envs.registry import make
-from k3rl.errors import ConfigError
+from k3rl.errors import CheckpointError, ConfigError
 from k3rl.objective import resolve
-from k3rl.rollout.chat_format import build_chat_format
+from k3rl.rollout.chat_format import build_chat_format, vocabulary_of
 from k3rl.rollout.scoring import Scorer
 from k3rl.trajectory import Task
+from k3rl.weights.source import open_source
 
 if TYPE_CHECKING:
-    from k3rl.config import RunConfig
+    from k3rl.config import JobConfig
 
 
 def check_runnable(config: RunConfig) -> None:
@@ -21,6 +24,7 @@ def check_runnable(config: RunConfig) -> None:
     Scorer(config)
     check_environment_id(config)
     check_vocabulary(config)
+    check_source(config)
     check_first_task(config)
 
 
@@ -56,15 +60,25 @@ def check_environment_id(config: RunConfig) -> None:
         raise ConfigError(f"environment.options: {config.environment.id} does not take them: {error}") from error
 
 
-def check_vocabulary(config: RunConfig) -> str:
+def check_vocabulary(config: JobConfig) -> str:
     """Return how many token ids the chat format uses; ConfigError when the model has fewer."""
     size = build_chat_format(config).tokenizer.vocab_size
     if size > config.model.vocab_size:
+        where = f" with {config.environment.id}" if isinstance(config, RunConfig) else ""
         raise ConfigError(
-            f"model.vocab_size: {config.model.vocab_size} is too small, chat format {config.chat_format!r} with "
-            f"{config.environment.id} needs {size} token ids"
+            f"model.vocab_size: {config.model.vocab_size} is too small, chat format {config.chat_format!r}{where} "
+            f"needs {size} token ids"
         )
     return f"{config.chat_format}, {size} of {config.model.vocab_size} token ids used"
+
+
+def check_source(config: JobConfig) -> None:
+    """Raise ConfigError when the weights to start from are of another model or vocabulary, or not there."""
+    if config.init_from is not None:
+        try:
+            open_source(Path(config.init_from)).require(config.model, vocabulary_of(config))
+        except CheckpointError as error:
+            raise ConfigError(f"init_from: {error}") from error
 
 
 def check_first_task(config: RunConfig) -> str:

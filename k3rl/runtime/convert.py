@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3rl.config import from_dict, load_model_config, model_from_dict
+from k3rl.config import from_dict, load_model_config
 from k3rl.model.config import cache_bytes, count_parameters, kda_state_bytes
-from k3rl.model.hf_config import from_hf_config
 from k3rl.model.pretrained import Shards, convert, write_folder
 from k3rl.observe.console import table
 from k3rl.rollout.chat_format import build_chat_format
 from k3rl.rollout.formats.xtml import XtmlFormat
-from k3rl.weights.checkpoint import load
+from k3rl.weights.source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,11 +32,11 @@ def convert_folder(
     """Write ``source``, a published folder or a checkpoint of a run, as the new published folder ``target``."""
     kind = None if dtype is None else DTYPES[dtype]
     shard_bytes = int(max_shard_gib * 2**30)
-    if (source / "manifest.json").is_file():
-        checkpoint = load(source)
-        config = model_from_dict(dict(checkpoint.model_config))
-        write_folder(config, checkpoint.model.items(), target, kind, experts or config.expert_format, shard_bytes, None)
-        _write_chat_files(source, target)
+    found = open_source(source)
+    if found.is_checkpoint:
+        form = experts or found.config.expert_format
+        write_folder(found.config, found.tensors(), target, kind, form, shard_bytes, None)
+        _write_chat_files(found.folder, target)
     else:
         convert(source, target, dtype=kind, experts=experts, max_shard_bytes=shard_bytes)
     shards = Shards(target)
@@ -57,10 +56,10 @@ def _write_chat_files(checkpoint: Path, target: Path) -> None:
 
 
 def print_sizes(paths: Sequence[Path]) -> None:
-    """Print what each model (a file of configs/model/, or a published folder) weighs, one row each."""
+    """Print what each model (a file of configs/model/, or a folder of weights) weighs, one row each."""
     rows = []
     for path in paths:
-        config = from_hf_config(Shards(path).config) if path.is_dir() else load_model_config(path)
+        config = open_source(path).config if path.is_dir() else load_model_config(path)
         total, active = count_parameters(config)
         rows.append(
             {

@@ -41,16 +41,15 @@ ROW_GROUP_TOKENS = 2**22
 
 SCHEMA = pa.schema(
     [
-        ("text", pa.string()),
-        ("question", pa.string()),
-        ("answer", pa.string()),
+        ("prompt", pa.string()),
+        ("completion", pa.string()),
         ("evidence", pa.list_(pa.struct([("start", pa.int64()), ("end", pa.int64())]))),
         ("kind", pa.string()),
         ("length", pa.int64()),
     ]
 )
-"""``evidence``: characters of ``text`` [start, end), in the order in which they are needed. ``length``: tokens of text,
-question and answer together."""
+"""``prompt``: text and question; ``completion``: the answer. ``evidence``: characters of ``prompt`` [start, end), in
+the order in which they are needed. ``length``: tokens of both, and the one that ends the completion."""
 
 _SYLLABLES = [c + v for c in "bdfghjklmnprstvwxyzc" for v in "aeiou"]
 _WEATHER = ("Rain fell", "Snow lay", "Fog hung", "The sun rose", "A storm passed", "Frost settled")
@@ -100,7 +99,7 @@ def make_document(
     names = _names(rng, split)
     make = _multi_hop if kind == "multi_hop" else _permuted
     facts, distractors, question, answer = make(rng, names, length, count)
-    room = length - count(question) - count(answer)
+    room = length - count(question) - count(answer) - 1
     # The facts stay in the order in which they are needed; where in the window each one lies is drawn.
     order = rng.permutation(EVIDENCE)
     starts = (np.arange(EVIDENCE) + rng.uniform(0.25, 0.75, EVIDENCE)) / EVIDENCE * room
@@ -123,14 +122,13 @@ def make_document(
             spans[fact] = {"start": characters, "end": characters + len(facts[fact])}
             add(facts[fact])
         add(part)
-    text = "".join(parts)
+    prompt = "".join([*parts, question])
     return {
-        "text": text,
-        "question": question,
-        "answer": answer,
+        "prompt": prompt,
+        "completion": answer,
         "evidence": [spans[fact] for fact in range(EVIDENCE)],
         "kind": kind,
-        "length": count(text) + count(question) + count(answer),
+        "length": count(prompt) + count(answer) + 1,
     }
 
 

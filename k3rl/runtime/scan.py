@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from k3rl.config import load_model_config, model_from_dict
+from k3rl.config import load_model_config
 from k3rl.errors import ConfigError
 from k3rl.kernels.kda.reference import TILE
 from k3rl.kernels.mla import mla_weights
@@ -21,12 +21,11 @@ from k3rl.model.batch import TokenBatch
 from k3rl.model.cache import ValueCache
 from k3rl.model.kda import KdaMixer
 from k3rl.model.mla import MlaMixer
-from k3rl.model.pretrained import from_pretrained
 from k3rl.model.transformer import K3Model
 from k3rl.observe.console import table
 from k3rl.runtime.bench import environment
 from k3rl.runtime.convert import DTYPES
-from k3rl.weights.checkpoint import load
+from k3rl.weights.source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -211,9 +210,4 @@ def _result_rows(figures: dict[str, Any], dtype: str) -> Iterator[dict[str, Any]
 def _read(source: Path, dtype: torch.dtype) -> K3Model:
     if source.is_file():
         return K3Model(load_model_config(source)).to(dtype).eval()
-    if not (source / "manifest.json").is_file():
-        return from_pretrained(source, dtype=dtype).eval()
-    checkpoint = load(source)
-    model = K3Model(model_from_dict(dict(checkpoint.model_config)))
-    model.load_state_dict(dict(checkpoint.model))
-    return model.to(dtype).eval()
+    return open_source(source).load_model(dtype).eval()

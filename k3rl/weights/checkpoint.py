@@ -141,6 +141,17 @@ def load_latest(
     Damaged ones are passed over and reported. Raises CheckpointError when every one is damaged, or when the newest good
     one is of another model than ``model_config`` or of another ``vocabulary``.
     """
+    path, damaged = find_latest(directory)
+    if path is None:
+        return None
+    return LoadedCheckpoint(checkpoint=load(path, model_config, vocabulary), path=path, damaged=damaged)
+
+
+def find_latest(directory: str | Path) -> tuple[Path | None, tuple[str, ...]]:
+    """The newest checkpoint whose digests all hold, and what is wrong with each newer one; (None, ()) without any.
+
+    Raises CheckpointError when every one is damaged.
+    """
     damaged: list[str] = []
     for path in list_checkpoints(directory):
         try:
@@ -148,10 +159,10 @@ def load_latest(
         except CheckpointError as error:
             damaged.append(str(error))
             continue
-        return LoadedCheckpoint(checkpoint=load(path, model_config, vocabulary), path=path, damaged=tuple(damaged))
+        return path, tuple(damaged)
     if damaged:
         raise CheckpointError(f"no checkpoint in {directory} is intact: " + "; ".join(damaged))
-    return None
+    return None, ()
 
 
 def load(path: str | Path, model_config: Mapping[str, Any] | None = None, vocabulary: str | None = None) -> Checkpoint:
@@ -197,7 +208,7 @@ def list_checkpoints(directory: str | Path) -> list[Path]:
 def verify(path: str | Path) -> dict[str, Any]:
     """Check every digest of a checkpoint and return its manifest; CheckpointError names the file that is wrong."""
     path = Path(path)
-    manifest = _read_manifest(path / "manifest.json")
+    manifest = read_manifest(path / "manifest.json")
     for name, expected in manifest["files"].items():
         try:
             found = _digest_file(path / name)
@@ -239,7 +250,7 @@ def _write(folder: Path, checkpoint: Checkpoint, files: FileOperations) -> None:
     files.sync(folder)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, provided that the file is byte for byte what :func:`_write` made."""
     try:
         data = path.read_bytes()

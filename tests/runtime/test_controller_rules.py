@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from k3rl.config import load_config, to_dict
+from k3rl.config import from_dict, load_config, to_dict
 from k3rl.errors import ConfigError, EnvError, RewardError
 from k3rl.observe.tracker import write_whole
 from k3rl.rollout.chat_format import vocabulary_of
@@ -86,16 +86,16 @@ def test_b05_groups_without_signal_are_counted_by_every_component_and_by_the_sum
 
 
 def test_a_resumed_run_may_be_longer_and_more_patient_but_not_another_one() -> None:
-    old = to_dict(DEMO)
+    values = to_dict(DEMO)
     longer = dataclasses.replace(
         DEMO, steps=500, checkpoint_every=1, rollout=dataclasses.replace(DEMO.rollout, timeout_s=900.0)
     )
-    refuse_another_run(longer, old)
-    del old["rollout"]["max_attempts"]  # a run of a version that did not have this key yet
-    refuse_another_run(DEMO, old)
+    refuse_another_run(longer, DEMO)
+    del values["rollout"]["max_attempts"]  # a run of a version that did not have this key yet
+    refuse_another_run(DEMO, from_dict(values))
     other = dataclasses.replace(DEMO, seed=5, rollout=dataclasses.replace(DEMO.rollout, group_size=4))
     with pytest.raises(ConfigError, match=r"another rollout\.group_size, seed; choose"):
-        refuse_another_run(other, old)
+        refuse_another_run(other, DEMO)
 
 
 def test_a_run_folder_has_one_driver_and_a_second_one_is_told_who_it_is(tmp_path: Path) -> None:

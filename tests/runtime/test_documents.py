@@ -52,13 +52,14 @@ def _answers(text: str, question: str) -> set[str]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_answer_follows_from_the_evidence_and_not_from_any_part_of_it(kind: Kind) -> None:
     for row in _rows(kind):
-        text, spans = row["text"], row["evidence"]
+        text, spans = row["prompt"], row["evidence"]
+        question = text.splitlines()[-1]
         facts = [text[s["start"] : s["end"]] for s in spans]
         assert len(facts) == EVIDENCE
-        assert _answers(text, row["question"]) == {row["answer"]} == _answers("".join(facts), row["question"])
+        assert _answers(text, question) == {row["completion"]} == _answers("".join(facts), question)
         for fact in facts:
             assert text.count(fact) == 1
-            left = _answers(text.replace(fact, ""), row["question"])
+            left = _answers(text.replace(fact, ""), question)
             assert len(left) > 1 or left == {""}
 
 
@@ -66,7 +67,7 @@ def test_the_answer_follows_from_the_evidence_and_not_from_any_part_of_it(kind: 
 def test_the_evidence_lies_across_the_window_and_in_no_fixed_order(kind: Kind) -> None:
     orders = set()
     for row in _rows(kind, 24):
-        starts = [s["start"] / len(row["text"]) for s in row["evidence"]]
+        starts = [s["start"] / len(row["prompt"]) for s in row["evidence"]]
         ascending = sorted(starts)
         assert ascending[0] < 1 / 4
         assert ascending[-1] > 3 / 4
@@ -91,7 +92,7 @@ def test_equal_seeds_give_equal_documents_and_splits_share_no_name(kind: Kind) -
     assert _rows(kind) == _rows(kind)
     assert _rows(kind)[0] != _rows(kind, seed=4)[0]
     of_split = [
-        {w.lower() for row in _rows(kind, split=s) for w in re.findall(r"\b[A-Z]\w{7}\b", row["text"])}
+        {w.lower() for row in _rows(kind, split=s) for w in re.findall(r"\b[A-Z]\w{7}\b", row["prompt"])}
         for s in get_args(Split)
     ]
     assert all(of_split)
