@@ -5,9 +5,9 @@ Each rank has a stage: consecutive layers, the first stage also the embedding, t
 from stage to stage is what the layers read, [T, D] each: the blocks that are finished and the stream. Every rank has
 the batches, so that their shapes are known before they come. Gradients go back the same way.
 
-Stages take turns as in 1F1B (PipeDream, https://arxiv.org/abs/1806.03377; PipeDream-Flush,
-https://arxiv.org/abs/2006.09503): a stage runs as far ahead as the stages after it are many, then one backward for each
-forward. The schedules of torch.distributed.pipelining want micro-batches of one shape, and as many as there are stages.
+Stages take turns as in 1F1B (PipeDream-Flush, https://arxiv.org/abs/2006.09503): first one forward for each stage that
+is still to come, then a backward after every forward. The schedules of torch.distributed.pipelining are not used: they
+want micro-batches of one shape, and at least as many as there are stages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from k3rl.model.context import ContextShare
 from k3rl.model.layers import Elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from k3rl.config import ModelConfig
     from k3rl.model.batch import TokenBatch
     from k3rl.model.transformer import K3Model
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 def stage_borders(config: ModelConfig, stages: int) -> list[int]:
@@ -116,10 +116,10 @@ def one_forward_one_backward(stage: int, stages: int, parts: int) -> list[Step]:
 
 
 @dataclass(frozen=True, slots=True)
-class StageOutput(Generic[T]):
+class StageOutput(Generic[Result]):
     """What a stage found in one micro-batch."""
 
-    result: T | None  # on the last stage
+    result: Result | None  # on the last stage
     routes: torch.Tensor | None  # as in ForwardOutput, of this stage's layers
     stats: dict[str, torch.Tensor]  # the same
 
@@ -127,9 +127,9 @@ class StageOutput(Generic[T]):
 class PipelineStage:
     """This rank's stage of a model, which all ranks of ``group`` have alike; the rest of it is released.
 
-    An optimiser is made afterwards. Experts and tensors may be cut too, before or after, over ranks of the same stage;
-    gradients and balancers' counts are summed over ranks of the same stage. Lengths and numbers of micro-batches must
-    agree in the group. A rank that raises leaves the others to the group's timeout.
+    An optimiser is made afterwards. All parameters are of one type, which what stages send has too. Experts and tensors
+    may be cut as well, before or after, over ranks that have the same stage; over those, gradients and balancers'
+    counts are summed. A rank that raises leaves the others to the group's timeout.
     """
 
     def __init__(self, model: K3Model, group: dist.ProcessGroup) -> None:
@@ -153,9 +153,9 @@ class PipelineStage:
         """Add the gradient of the sum of all micro-batches' losses to ``.grad``.
 
         Args:
-            parts: micro-batches, each of at least one token.
-            loss: of micro-batch i, from i and its hidden [T, D], a scalar; called on the last stage. Tokens that are
-                left out are to be taken times zero.
+            parts: micro-batches, the same on all ranks of the group, each of at least one token.
+            loss: from i and the hidden [T, D] of micro-batch i to a scalar; called on the last stage. It must read the
+                hidden, if only times zero.
 
         Returns:
             For each micro-batch; the result is its loss, detached.
@@ -168,8 +168,8 @@ class PipelineStage:
 
     @torch.no_grad()
     def forward(
-        self, parts: Sequence[TokenBatch | ContextShare], read: Callable[[int, torch.Tensor], T]
-    ) -> list[StageOutput[T]]:
+        self, parts: Sequence[TokenBatch | ContextShare], read: Callable[[int, torch.Tensor], Result]
+    ) -> list[StageOutput[Result]]:
         """Run without gradients. ``read``, errors and what is returned are as in :meth:`forward_backward`."""
         return self._run([Step(True, i) for i in range(len(parts))], parts, read)
 
@@ -193,14 +193,14 @@ class PipelineStage:
                 outputs.append(output)
                 if torch.is_grad_enabled():
                     waiting[i] = inputs, given
-                sends = self._ops(dist.isend, [x.contiguous() for x in given], self._stage + 1)
+                sends = self._ops(dist.isend, (x.contiguous() for x in given), self._stage + 1)
             else:
                 inputs, given = waiting.pop(i)
                 # A loss's own; others are written over by what comes from the next stage.
                 grads = [torch.ones_like(x, memory_format=torch.contiguous_format) for x in given]
                 self._exchange(sends + self._ops(dist.irecv, grads, self._stage + 1))
                 torch.autograd.backward(given, grads)
-                sends = self._ops(dist.isend, [_gradient(x) for x in inputs], self._stage - 1)
+                sends = self._ops(dist.isend, (_gradient(x) for x in inputs), self._stage - 1)
         self._exchange(sends)
         return outputs
 
@@ -232,13 +232,16 @@ class PipelineStage:
         for source in sources:
             source.requires_grad_(torch.is_grad_enabled())  # a frozen embedding's too: each has a gradient to send
         sources, routes, stats = model.run_layers(sources, batch, memory)
+        assert {x.dtype for x in sources} == {next(model.parameters()).dtype}, (
+            "the next stage expects its parameters' type"
+        )
         if not self.is_last:
             return sources, StageOutput(None, routes, stats)
         result = head(index, model.read_out(sources))
         reported = result.detach() if torch.is_grad_enabled() else result
         return [result], StageOutput(reported, routes, stats)
 
-    def _ops(self, op: Callable[..., Any], tensors: Sequence[torch.Tensor], peer: int) -> list[dist.P2POp]:
+    def _ops(self, op: Callable[..., Any], tensors: Iterable[torch.Tensor], peer: int) -> list[dist.P2POp]:
         """To or from a neighbour; nothing where there is none."""
         if peer not in range(self._stages):
             return []

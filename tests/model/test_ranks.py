@@ -26,7 +26,7 @@ from torch import nn
 
 from k3rl.config import ModelConfig, load_model_config
 from k3rl.errors import ConfigError
-from k3rl.model.batch import TokenBatch
+from k3rl.model.batch import TokenBatch, TokenLogprobs
 from k3rl.model.cache import Past
 from k3rl.model.config import active_parameters
 from k3rl.model.context import ContextShare, context_borders
@@ -250,17 +250,17 @@ def _run_stage(
             rows[-1] = rows[-1][part.rows]
         parts.append(part)
 
-    def logprobs(i: int, hidden: torch.Tensor) -> torch.Tensor:
-        return model.token_logprobs(hidden, targets[rows[i]], 1.0).logprob
+    def read(i: int, hidden: torch.Tensor) -> TokenLogprobs:
+        return model.token_logprobs(hidden, targets[rows[i]], 1.0)
 
     def loss(i: int, hidden: torch.Tensor) -> torch.Tensor:
-        return (logprobs(i, hidden) * weights[rows[i]]).sum()
+        return (read(i, hidden).logprob * weights[rows[i]]).sum()
 
-    read = [out.result for out in stage.forward(parts, logprobs)]
+    logprobs = [None if out.result is None else out.result.logprob for out in stage.forward(parts, read)]
     balancer = QuantileBalancer(model.moe_layers)
     with balancer.observe(), _count_live(model) as live:
         outputs = stage.forward_backward(parts, loss)
-    for i, (out, logprob) in enumerate(zip(outputs, read, strict=True)):
+    for i, (out, logprob) in enumerate(zip(outputs, logprobs, strict=True)):
         assert (out.result is not None) == (logprob is not None) == stage.is_last
         if out.result is not None and logprob is not None:
             wanted = (logprob * weights[rows[i]]).sum()
@@ -269,7 +269,7 @@ def _run_stage(
     own = torch.cat(rows)
     routes = [out.routes for out in outputs if out.routes is not None]
     return {
-        "logprobs": torch.cat([next(model.parameters()).new_zeros(0), *(x for x in read if x is not None)]),
+        "logprobs": torch.cat([next(model.parameters()).new_zeros(0), *(x for x in logprobs if x is not None)]),
         "rows": own if stage.is_last else own[:0],
         "routes": _by_layer(model, torch.cat(routes)) if routes else {},
         "routed": own,
