@@ -25,26 +25,36 @@ def _mla_parameters(c: ModelConfig) -> int:
     return query + keys + (1 + c.mla_output_gate) * dim * heads * value
 
 
+def _expert_parameters(c: ModelConfig) -> int:
+    return 3 * (c.latent_dim or c.hidden_size) * c.expert_dim
+
+
+def _layer_parameters(c: ModelConfig, index: int) -> int:
+    mixer = _mla_parameters(c) if index in c.mla_layers else _kda_parameters(c)
+    # Two norms; with mixes, a norm and a query for each of two, but for one in the first layer.
+    vectors = 2 + (0 if c.attn_res_block is None else 2 if index == 0 else 4)
+    if index < c.num_dense_layers:
+        return mixer + vectors * c.hidden_size + 3 * c.hidden_size * c.dense_dim
+    latent = 0 if c.latent_dim is None else 2 * c.hidden_size * c.latent_dim + c.latent_dim
+    router, shared = c.hidden_size * c.num_experts, 3 * c.hidden_size * c.shared_dim
+    return mixer + vectors * c.hidden_size + latent + router + shared + c.experts_per_token * _expert_parameters(c)
+
+
+def active_parameters(config: ModelConfig) -> list[int]:
+    """Parameters that one token's forward reads, embedding table apart: in each layer, and after the last."""
+    c = config
+    vectors = 1 if c.attn_res_block is None else 3  # a norm; with mixes, one's norm and query
+    head = c.hidden_size + 1 if c.value_head else 0
+    after = vectors * c.hidden_size + c.vocab_size * c.hidden_size + head
+    return [*(_layer_parameters(c, i) for i in range(c.num_layers)), after]
+
+
 def count_parameters(config: ModelConfig) -> tuple[int, int]:
     """(total, active): all trained parameters, and those that one token's forward reads, embedding table apart."""
     c = config
-    num_mla = len(c.mla_layers)
-    mixers = num_mla * _mla_parameters(c) + (c.num_layers - num_mla) * _kda_parameters(c)
-    # Two norms a layer and the last one; with mixes, a norm and a query for each of two a layer, one of them not in the
-    # first layer, and for the output.
-    vectors = (2 * c.num_layers + 1) * c.hidden_size
-    if c.attn_res_block is not None:
-        vectors += 4 * c.num_layers * c.hidden_size
-    num_moe = c.num_layers - c.num_dense_layers
-    dense = c.num_dense_layers * 3 * c.hidden_size * c.dense_dim
-    fixed = c.hidden_size * c.num_experts + 3 * c.hidden_size * c.shared_dim
-    if c.latent_dim is not None:
-        fixed += 2 * c.hidden_size * c.latent_dim + c.latent_dim
-    expert = 3 * (c.latent_dim or c.hidden_size) * c.expert_dim
-    table = c.vocab_size * c.hidden_size
-    head = c.hidden_size + 1 if c.value_head else 0
-    active = mixers + vectors + dense + num_moe * (fixed + c.experts_per_token * expert) + table + head
-    return active + num_moe * (c.num_experts - c.experts_per_token) * expert + table, active
+    active, idle = sum(active_parameters(c)), c.num_experts - c.experts_per_token
+    experts = (c.num_layers - c.num_dense_layers) * idle * _expert_parameters(c)
+    return active + experts + c.vocab_size * c.hidden_size, active
 
 
 def kda_state_bytes(config: ModelConfig) -> int:

@@ -76,3 +76,11 @@ class FeedForward(nn.Module):
 
     def forward(self, inputs_TD: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.activate(self.gate_proj(inputs_TD), self.up_proj(inputs_TD)))
+
+
+class Elsewhere(nn.Module):
+    """Stands where a part of the model is on another rank (:mod:`k3rl.model.pipeline`)."""
+
+    def forward(self, *_: object) -> torch.Tensor:
+        """RuntimeError: this rank cannot compute it."""
+        raise RuntimeError("this part of the model is on another rank: run the model through its PipelineStage")

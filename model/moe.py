@@ -145,8 +145,8 @@ class Balancer:
     def step(self, group: ProcessGroup | None = None) -> None:
         """Update the biases from what was counted since the last step, and forget it.
 
-        Given the ``group`` of data-parallel ranks, all of which must call, counts are summed over it with one
-        all-reduce of integers: the biases are the same bit for bit however the tokens were spread.
+        Given the ``group`` of data-parallel ranks, which have the same layers and must all call, counts are summed over
+        it with one all-reduce of integers: the biases are the same bit for bit however the tokens were spread.
         """
         counts = [self._counted(i) for i in range(len(self._layers))]
         if group is not None and counts:

@@ -10,7 +10,7 @@ rank, in the order of slots, so that every rank has what one process alone would
 Tensors: each rank holds some heads of every mixer and some channels of every dense feed-forward, and runs the same
 tokens. What they give is summed over the ranks.
 
-Tokens of one sequence on several ranks are :mod:`k3rl.model.context`.
+Tokens of one sequence on several ranks are :mod:`k3rl.model.context`, layers are :mod:`k3rl.model.pipeline`.
 """
 
 from __future__ import annotations

@@ -17,14 +17,16 @@ from k3rl.model.attn_res import AttnRes, PlainResidual, UnusedAttnRes
 from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenLogprobs
 from k3rl.model.cache import ValueMemory
 from k3rl.model.kda import KdaMixer, ShortConv
-from k3rl.model.layers import WHOLE, FeedForward, RMSNorm, activation, linear
+from k3rl.model.layers import WHOLE, Elsewhere, FeedForward, RMSNorm, activation, linear
 from k3rl.model.mla import MlaMixer
 from k3rl.model.moe import LatentMoE, SparseMoE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from k3rl.config import ModelConfig
     from k3rl.model.batch import TokenBatch
-    from k3rl.model.cache import Cache, Past
+    from k3rl.model.cache import Cache, Memory, Past
 
 
 class DecoderLayer(nn.Module):
@@ -41,7 +43,8 @@ class DecoderLayer(nn.Module):
         num_mla = sum(i < index for i in config.mla_layers)
         is_mla = index in config.mla_layers
         self.self_attn = MlaMixer(config, num_mla) if is_mla else KdaMixer(config, index - num_mla)
-        dense = index < config.num_dense_layers
+        self.route_slot = index - config.num_dense_layers  # among the layers with experts
+        dense = self.route_slot < 0
         self.mlp = FeedForward(dim, config.dense_dim, activation(config)) if dense else None
         self.block_sparse_moe = None if dense else _experts(config)
 
@@ -69,6 +72,8 @@ class K3Model(nn.Module):
         "value_head.weight": WHOLE,
         "value_head.bias": WHOLE,
     }
+    stages: ClassVar = {"embed_tokens": 0, "output_attn_res": -1, "norm": -1, "lm_head": -1, "value_head": -1}
+    """Of a pipeline's stages, the one that holds each child but the layers (:mod:`k3rl.model.pipeline`)."""
 
     def __init__(self, config: ModelConfig, seed: int = 0, device: torch.device | str = "cpu") -> None:
         super().__init__()
@@ -136,13 +141,33 @@ class K3Model(nn.Module):
             raise ValueError(f"the batch has {batch.num_sequences} sequences and the cache {cache.num_sequences}")
         if len(batch.ids) == 0:
             return self._nothing(cache)
-        c = self.config
-        memory = ValueMemory.fresh(c, batch.cu_seqlens) if cache is None else cache.begin(batch.cu_seqlens)
-        prefix: torch.Tensor = self.embed_tokens(batch.ids)
-        bank: list[torch.Tensor] = []
+        memory = self.begin(batch, cache)
+        sources, routes, stats = self.run_layers([self.embed_tokens(batch.ids)], batch, memory)
+        return ForwardOutput(self.read_out(sources), memory.finish(), routes, stats)
+
+    def begin(self, batch: TokenBatch, past: Past | None) -> Memory:
+        """What the layers of one forward read and write."""
+        return ValueMemory.fresh(self.config, batch.cu_seqlens) if past is None else past.begin(batch.cu_seqlens)
+
+    def run_layers(
+        self, sources: Sequence[torch.Tensor], batch: TokenBatch, memory: Memory
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Run the layers that this rank has, one after the other.
+
+        Args:
+            sources: [T, D] each: the blocks that are finished, and the stream. Before the first layer, the embedding.
+            batch: all of its tokens, with the routes of all layers.
+            memory: of this forward.
+
+        Returns:
+            Sources for what comes after; ``routes`` and ``stats`` as in ForwardOutput, of the layers that were run.
+        """
+        *bank, prefix = sources
         routes: list[torch.Tensor] = []
         monitors: list[tuple[torch.Tensor, torch.Tensor]] = []
         for layer in self.layers:
+            if isinstance(layer, Elsewhere):
+                continue
             assert isinstance(layer, DecoderLayer)
             hidden = layer.self_attention_res([*bank, prefix])
             if layer.starts_block:
@@ -153,19 +178,22 @@ class K3Model(nn.Module):
             if layer.mlp is not None:
                 prefix = prefix + layer.mlp(normed)
             elif layer.block_sparse_moe is not None:
-                replay = None if batch.routes is None else batch.routes[:, len(routes)]
+                replay = None if batch.routes is None else batch.routes[:, layer.route_slot]
                 out, ids, scores = layer.block_sparse_moe(normed, replay)
                 routes.append(ids)
                 if self.training:
-                    monitors.append((expert_load(ids, c.num_experts), _routing_entropy(scores)))
+                    monitors.append((expert_load(ids, self.config.num_experts), _routing_entropy(scores)))
                 prefix = prefix + out
-        hidden = self.norm(self.output_attn_res([*bank, prefix]))
         stats: dict[str, torch.Tensor] = {}
         if monitors:
             loads, entropies = zip(*monitors, strict=True)
             stats = {"moe_load": torch.stack(loads), "moe_routing_entropy": torch.stack(entropies)}
             stats["tokens"] = torch.tensor(len(batch.ids))
-        return ForwardOutput(hidden, memory.finish(), torch.stack(routes, 1) if routes else None, stats)
+        return [*bank, prefix], torch.stack(routes, 1) if routes else None, stats
+
+    def read_out(self, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Hidden [T, D] after the final norm, from the sources after the last layer."""
+        return self.norm(self.output_attn_res(sources))
 
     def _nothing(self, cache: Past | None) -> ForwardOutput:
         num_moe = len(self.moe_layers)
