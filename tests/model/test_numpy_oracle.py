@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -388,3 +389,34 @@ def test_the_formulas_use_every_tensor_of_the_folder_but_the_first_layers_unused
     assert unused == (
         {f"language_model.model.layers.0.self_attention_res_{x}.weight" for x in ("norm", "proj")} if is_k3 else set()
     )
+
+
+@pytest.mark.parametrize("name", ["k3", "linear"])
+def test_gradients_are_the_differences_of_the_formulas(name: str, tmp_path: Path) -> None:
+    """Along a random direction in each parameter, at most as large as changes the loss by about ``step``."""
+    ids, step = _ids(18), 1e-5
+    model = _scrambled(FOLDERS[name][0])
+    generator = np.random.default_rng(1)
+    weights = generator.standard_normal((len(ids), K3.vocab_size))
+    logits = model.lm_head(model(TokenBatch.pack([torch.tensor(ids)])).hidden)
+    (logits * torch.from_numpy(weights)).sum().backward()
+
+    def loss(parameter: torch.Tensor, direction: torch.Tensor, at: float) -> float:
+        was = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.add_(direction, alpha=at)
+            save_pretrained(model, tmp_path / "folder", max_shard_bytes=2**30)
+            parameter.copy_(was)
+        found = float((logits_of(Folder(tmp_path / "folder"), ids) * weights).sum())
+        shutil.rmtree(tmp_path / "folder")
+        return found
+
+    for own, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert own.startswith("layers.0.self_attention_res."), own
+            continue
+        size = float(parameter.grad.norm())
+        direction = torch.from_numpy(generator.standard_normal(parameter.shape)) / max(size, 1.0)
+        found = (loss(parameter, direction, step) - loss(parameter, direction, -step)) / (2 * step)
+        assert size > 1e-3, own
+        assert found == pytest.approx(float((parameter.grad * direction).sum()), abs=1e-6 * min(size, 1.0)), own
