@@ -27,7 +27,7 @@ class TokenBatch:
     @staticmethod
     def pack(sequences: Sequence[torch.Tensor], routes: Sequence[torch.Tensor] | None = None) -> TokenBatch:
         """Pack id tensors ``[n_i]`` (and their routes ``[n_i, L, k]``) one after the other."""
-        lengths = torch.tensor([0] + [len(s) for s in sequences])
+        lengths = torch.tensor([0] + [len(s) for s in sequences], device=sequences[0].device)
         return TokenBatch(
             ids=torch.cat(list(sequences)),
             cu_seqlens=lengths.cumsum(0),

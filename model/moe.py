@@ -133,7 +133,7 @@ class Balancer:
 
     @contextmanager
     def observe(self) -> Iterator[None]:
-        """Count every forward inside. Keep recomputation and evaluation outside."""
+        """Count every forward inside that has a gradient: what is run without one first is counted when it has."""
         for i, layer in enumerate(self._layers):
             layer.observer = self._observer(i)
         try:
@@ -182,6 +182,8 @@ class Balancer:
         layer = self._layers[index]
 
         def add(scores_TE: torch.Tensor) -> None:
+            if not torch.is_grad_enabled():
+                return
             counts = self._count(scores_TE, layer.gate.e_score_correction_bias, layer.top_k)
             before = self.counts[index]
             self.counts[index] = counts if before is None else before + counts

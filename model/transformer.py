@@ -20,6 +20,7 @@ from k3rl.model.kda import KdaMixer, ShortConv
 from k3rl.model.layers import WHOLE, Elsewhere, FeedForward, RMSNorm, activation, linear
 from k3rl.model.mla import MlaMixer
 from k3rl.model.moe import LatentMoE, SparseMoE
+from k3rl.model.tape import Tape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -195,6 +196,11 @@ class K3Model(nn.Module):
         """Hidden [T, D] after the final norm, from the sources after the last layer."""
         return self.norm(self.output_attn_res(sources))
 
+    def tape(self, num_rows: int) -> Tape:
+        """For a walk over a tree of so many tokens, which runs its nodes one by one."""
+        weight = self.embed_tokens.weight
+        return Tape(self.config, num_rows, weight.device, weight.dtype)
+
     def _nothing(self, cache: Past | None) -> ForwardOutput:
         num_moe = len(self.moe_layers)
         weight = self.embed_tokens.weight
@@ -208,10 +214,11 @@ class K3Model(nn.Module):
         return TokenLogprobs(*linear_logprob(hidden_MD, self.lm_head.weight, targets_M, temperature))
 
     def values(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Value estimates [M] float32."""
+        """Value estimates [M], at least float32."""
         if self.value_head is None:
             raise ValueError("this model has no value head; set model.value_head")
-        return self.value_head(hidden_MD).squeeze(-1).float()
+        values_M = self.value_head(hidden_MD).squeeze(-1)
+        return values_M.to(torch.promote_types(values_M.dtype, torch.float32))
 
 
 def _routing_entropy(scores_TE: torch.Tensor) -> torch.Tensor:

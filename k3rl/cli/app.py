@@ -175,6 +175,7 @@ def scan(
     out: Annotated[Path, typer.Option(help="File of the figures.")] = Path("scan.json"),
     seed: Annotated[int, typer.Option(help="Of the random tokens.")] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens of a forward.")] = 1024,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; left out: cuda where there is one.")] = None,
 ) -> None:
     """Measure decay, its reciprocal in a tile, attention entropy and KDA state norms at several lengths."""
     with _user_errors():
@@ -184,7 +185,7 @@ def scan(
         if not all(part.strip().isdecimal() for part in lengths.split(",")):
             raise ConfigError(f"lengths: must be numbers with commas between them, got {lengths!r}")
         tokens = [int(part) for part in lengths.split(",")]
-        scan_folder(source, out, dtype=dtype, lengths=tokens, text=text, seed=seed, chunk=chunk)
+        scan_folder(source, out, dtype=dtype, lengths=tokens, text=text, seed=seed, chunk=chunk, device=device)
 
 
 @app.command()

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     import torch
 
     from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenBatch, TokenLogprobs
-    from k3rl.model.cache import Cache
+    from k3rl.model.cache import Past
+    from k3rl.model.tape import Tape
 
 
 class Policy(Protocol):
@@ -18,14 +19,18 @@ class Policy(Protocol):
 
     capabilities: PolicyCapabilities
 
-    def __call__(self, batch: TokenBatch, cache: Cache | None = None) -> ForwardOutput: ...
+    def __call__(self, batch: TokenBatch, cache: Past | None = None) -> ForwardOutput: ...
+
+    def tape(self, num_rows: int) -> Tape:
+        """For a walk over a tree of so many tokens; asked of a policy that can ``chunk``."""
+        ...
 
     def token_logprobs(self, hidden_MD: torch.Tensor, targets_M: torch.Tensor, temperature: float) -> TokenLogprobs:
         """Log-probability of ``targets_M`` under softmax(head(hidden) / temperature), entropy and log-sum-exp."""
         ...
 
     def values(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Value estimates [M] float32; never scaled by temperature. Raises when there is no value head."""
+        """Value estimates [M], at least float32; never scaled by temperature. Raises when there is no value head."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...

@@ -13,11 +13,12 @@ import torch
 
 from k3rl.config import LearnerConfig, OptimizerConfig
 from k3rl.errors import CheckpointError, ConfigError, TrainingError
-from k3rl.learner.forward import compute_gradients, compute_vectors, plan_micro_batches
+from k3rl.learner.forward import compute_gradients, compute_vectors
 from k3rl.learner.optim import build_optimizer, lr_factor
 from k3rl.learner.policy import Policy
-from k3rl.metrics import Metrics
-from k3rl.objective import Objective, build_batch
+from k3rl.learner.token_tree import Walk, plan_walk
+from k3rl.metrics import Mean, Metrics
+from k3rl.objective import Objective, ObjectiveBatch, build_batch
 from k3rl.trajectory import Trajectory
 
 
@@ -62,25 +63,37 @@ class Learner:
         started = time.perf_counter()
         objective, batch = self.objective, build_batch(trajectories, rewards)
         metrics = Metrics()
-        plan = plan_micro_batches(batch, self.config.micro_batch_tokens, with_value=objective.needs_value)
+        walk = self._plan(self.policy, batch, with_value=objective.needs_value)
         metrics.sum("train/tokens", batch.num_trained)
-        metrics.sum("train/input_tokens", sum(len(batch.samples[n].ids) for part in plan for n in part))
-        metrics.sum("train/empty_updates", int(not plan))
+        metrics.sum("train/input_tokens", sum(len(batch.samples[n].ids) for n in walk.tree.rows))
+        metrics.sum("train/computed_tokens", walk.num_tokens)
+        metrics.sum("train/empty_updates", int(not walk.waves))
         metrics.sum("train/unscored_trajectories", int((~batch.scored).sum()))
-        if not plan:
+        if not walk.waves:
             self._zero_gradients()
             return metrics
         if objective.needs_reference and self.reference is not None:
-            reference = compute_vectors(self.reference, batch, plan, with_value=False)
+            reference = compute_vectors(self.reference, batch, self._plan(self.reference, batch, with_value=False))
             batch = dataclasses.replace(batch, reference_logprobs=reference.logprob)
         for _ in range(objective.epochs):
             self._zero_gradients()
-            loss, batch, found = compute_gradients(self.policy, objective, batch, plan)
+            loss, batch, found = compute_gradients(self.policy, objective, batch, walk)
             metrics = Metrics.merge([metrics, found])
             if not self._guarded_step(float(loss), metrics):
                 break  # the same batch on the same weights would be refused again
         metrics.sum("train/update_s", time.perf_counter() - started)
         return metrics
+
+    def loss_on(self, trajectories: Sequence[Trajectory]) -> Mean:
+        """Negative log-likelihood of all actions together, in nats, and how many tokens they are."""
+        batch = build_batch(trajectories, [np.zeros(len(t.segments)) for t in trajectories])
+        vectors = compute_vectors(self.policy, batch, self._plan(self.policy, batch, with_value=False))
+        logprobs = vectors.logprob[batch.action_mask]
+        return Mean(-float(logprobs.double().sum()), len(logprobs))
+
+    def _plan(self, policy: Policy, batch: ObjectiveBatch, *, with_value: bool) -> Walk:
+        limit, chunked = self.config.micro_batch_tokens, policy.capabilities.chunk
+        return plan_walk(batch, limit, with_value=with_value, chunked=chunked)
 
     def _zero_gradients(self) -> None:
         """Zeros, not None: an idle rank must have something to reduce."""

@@ -14,12 +14,11 @@ import torch
 from k3rl.buffer.store import Store
 from k3rl.config import ObjectiveConfig, RunConfig, SftJobConfig, to_dict
 from k3rl.errors import ConfigError
-from k3rl.learner.forward import compute_vectors, plan_micro_batches
 from k3rl.learner.update import Learner
 from k3rl.metrics import Mean, Metrics
 from k3rl.model.moe import BALANCERS, Balancer
 from k3rl.model.transformer import K3Model
-from k3rl.objective import Objective, build_batch, resolve
+from k3rl.objective import Objective, resolve
 from k3rl.rewards.compose import compose
 from k3rl.trajectory import PolicyVersion
 from k3rl.weights import object_store
@@ -120,13 +119,9 @@ class LearnerWorker:
             self._balancer.forget()  # scores that are not finite say nothing about the load
         return metrics
 
-    @torch.no_grad()
     def loss_on(self, trajectories: Sequence[Trajectory]) -> Mean:
         """Negative log-likelihood of all actions together, in nats, and how many tokens they are."""
-        batch = build_batch(trajectories, [np.zeros(len(t.segments)) for t in trajectories])
-        plan = plan_micro_batches(batch, self._config.learner.micro_batch_tokens)
-        logprobs = compute_vectors(self._policy, batch, plan, with_value=False).logprob[batch.action_mask]
-        return Mean(-float(logprobs.double().sum()), len(logprobs))
+        return self._learner.loss_on(trajectories)
 
     def publish(self, incarnation: int, step: int, timeout_s: float) -> StoredWeights:
         """Put the current weights into the object store, for the engines to read within ``timeout_s``."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 QUERIES = 8
 """The last so many positions before a length are those whose attention entropy is taken."""
-SCORES = 2**24
+SCORES = {"cpu": 2**24, "cuda": 2**27}
 """Attention scores per head of a forward: chunks shorten as the context grows, so that scores take constant memory."""
 QUANTILES = (0.01, 0.5, 0.99)
 _BINS, _LOW, _HIGH = 6000, -12.0, 3.0
@@ -105,7 +105,7 @@ def scan(model: K3Model, ids_T: torch.Tensor, lengths: Sequence[int], chunk: int
     with _watched(model, kda, inputs):
         for length in lengths:
             while at < length:
-                size = max(1, min(chunk, SCORES // (at + chunk)))
+                size = max(1, min(chunk, SCORES[weight.device.type] // (at + chunk)))
                 part = ids_T[at : min(at + size, length)].to(weight.device)
                 found = model(TokenBatch.pack([part]), cache).cache
                 assert isinstance(found, ValueCache)
@@ -157,14 +157,22 @@ def _entropy(mixer: MlaMixer, inputs_QD: torch.Tensor, latents_NLX: torch.Tensor
 
 
 def scan_folder(
-    source: Path, out: Path, *, dtype: str, lengths: Sequence[int], text: Path | None, seed: int, chunk: int
+    source: Path,
+    out: Path,
+    *,
+    dtype: str,
+    lengths: Sequence[int],
+    text: Path | None,
+    seed: int,
+    chunk: int,
+    device: str | None,
 ) -> None:
     """Scan ``source`` (a file of configs/model/, a checkpoint of a run, or a published folder); print and write it."""
     if not lengths or list(lengths) != sorted(set(lengths)) or lengths[0] < 2:
         raise ConfigError(f"lengths: must ascend from at least 2, got {list(lengths)}")
     if chunk < 1:
         raise ConfigError(f"chunk: must be at least 1, got {chunk}")
-    model = _read(source, DTYPES[dtype])
+    model = _read(source, DTYPES[dtype]).to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     vocabulary = model.config.vocab_size
     if text is None:
         ids = torch.randint(0, vocabulary, (lengths[-1],), generator=torch.Generator().manual_seed(seed))

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from k3rl.model.batch import ForwardOutput, PolicyCapabilities, TokenBatch, TokenLogprobs
+from k3rl.model.tape import Tape
 
 
 class ToyPolicy(nn.Module):
@@ -39,6 +40,10 @@ class ToyPolicy(nn.Module):
     def values(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         """Value estimates [M]."""
         return self.value_head(hidden_MD)[:, 0]
+
+    def tape(self, num_rows: int) -> Tape:
+        """Not there: it reads sequences as a whole."""
+        raise NotImplementedError
 
     def muon_blocks(self) -> dict[str, int]:
         """No parameter is cut into heads."""

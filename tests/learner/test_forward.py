@@ -10,8 +10,9 @@ import torch
 
 from k3rl.config import LearnerConfig, ObjectiveConfig, OptimizerConfig, load_model_config
 from k3rl.errors import TrainingError
-from k3rl.learner.forward import compute_gradients, compute_vectors, plan_micro_batches
+from k3rl.learner.forward import compute_gradients, compute_vectors
 from k3rl.learner.policy import Policy
+from k3rl.learner.token_tree import plan_walk, whole_samples
 from k3rl.learner.update import Learner
 from k3rl.model.batch import ForwardOutput, TokenBatch
 from k3rl.model.transformer import K3Model
@@ -84,13 +85,13 @@ def test_a_bootstrap_is_computed_even_where_its_path_trains_nothing(
     ids = torch.tensor(seen)
     bootstrap = float(policy.values(policy(TokenBatch.pack([ids])).hidden)[-1].detach())
     for tokens in (3, 100):  # the sample alone in its micro-batch, and with the other one
-        plan = plan_micro_batches(batch, tokens, with_value=True)
-        assert sorted(n for part in plan for n in part) == [0, 1]
-        _, prepared, _ = compute_gradients(policy, PPO, batch, plan)
+        walk = plan_walk(batch, tokens, with_value=True)
+        assert sorted(n for part in walk.samples for n in part) == [0, 1]
+        _, prepared, _ = compute_gradients(policy, PPO, batch, walk)
         assert prepared.returns is not None
         assert bootstrap != 0
         assert prepared.returns[batch.action_mask].tolist() == pytest.approx([3.0 + bootstrap] * 2, abs=1e-4)
-    assert plan_micro_batches(batch, 100) == [[0]]
+    assert plan_walk(batch, 100).samples == [[0]]
 
 
 @pytest.mark.parametrize("make_policy", [ToyPolicy, k3_with_values])
@@ -107,8 +108,7 @@ def test_a_reference_reads_a_sample_that_has_only_a_value(make_policy: Callable[
 def test_a_bootstrap_inside_of_a_path_that_trains_nothing_is_computed() -> None:
     policy = ToyPolicy()
     batch = build_batch([compacted([5, 6], read_on=True)], [np.zeros(4)])
-    plan = plan_micro_batches(batch, 100, with_value=True)
-    vectors = compute_vectors(policy, batch, plan, with_value=True)
+    vectors = compute_vectors(policy, batch, plan_walk(batch, 100, with_value=True))
     assert vectors.value is not None
     assert vectors.tail_value is not None
     values = policy.values(policy(TokenBatch.pack([torch.tensor([5, 6, 9, 8])])).hidden).detach()
@@ -121,7 +121,7 @@ def test_a_bootstrap_inside_of_a_path_that_trains_nothing_is_computed() -> None:
 def test_a_value_that_is_read_and_that_nobody_computed_makes_the_loss_nan(std: str) -> None:
     objective = resolve(ObjectiveConfig(preset="ppo", std=std, value_coef=0.0))  # type: ignore[arg-type]
     batch = build_batch([compacted([5, 6])], [np.zeros(3)])
-    loss, _, _ = compute_gradients(ToyPolicy(), objective, batch, [[0]])
+    loss, _, _ = compute_gradients(ToyPolicy(), objective, batch, whole_samples(batch, [[0]], with_value=True))
     assert bool(loss.isnan())
 
 
@@ -130,17 +130,18 @@ def test_a_value_that_nobody_reads_or_computes_reaches_neither_loss_nor_gradient
     trajectories = [make_linear(i) for i in range(3)]
     rewards = [np.array([0.0, 1.0]), None, np.zeros(2)]
     batch = build_batch(trajectories, rewards)
-    plan = plan_micro_batches(batch, 6, with_value=True)
-    assert plan == [[0], [2]]
-    vectors = compute_vectors(policy, batch, plan, with_value=True)
+    walk = plan_walk(batch, 6, with_value=True)
+    assert walk.samples == [[0], [2]]
+    vectors = compute_vectors(policy, batch, walk)
     assert vectors.value is not None
     assert vectors.tail_value is not None
     assert vectors.value.isnan().tolist() == (~batch.action_mask).tolist()
     assert vectors.tail_value.isnan().tolist() == [False, True, False]
-    loss, _, metrics = compute_gradients(policy, PPO, batch, plan)
+    loss, _, metrics = compute_gradients(policy, PPO, batch, walk)
     found = [p.grad.clone() for p in policy.parameters() if p.grad is not None]
     policy.zero_grad()
-    want, _, _ = compute_gradients(policy, PPO, build_batch(trajectories[::2], rewards[::2]), [[0], [1]])
+    others = build_batch(trajectories[::2], rewards[::2])
+    want, _, _ = compute_gradients(policy, PPO, others, whole_samples(others, [[0], [1]], with_value=True))
     assert float(loss) == pytest.approx(float(want))
     assert all(np.isfinite(value) for value in metrics.scalars().values())
     for ours, parameter in zip(found, policy.parameters(), strict=True):
@@ -164,7 +165,8 @@ def test_a_micro_batch_is_computed_again_only_where_the_gradient_was_not_known(p
     batch = build_batch([make_linear(i) for i in range(4)], [np.array([0.0, float(i)]) for i in range(4)])
     for plan, want in zip(([[0, 1, 2, 3]], [[0], [1], [2], [3]]), passes, strict=True):
         policy.passes = 0
-        compute_gradients(policy, resolve(ObjectiveConfig(preset=preset)), batch, plan)
+        walk = whole_samples(batch, plan, with_value=preset == "ppo")
+        compute_gradients(policy, resolve(ObjectiveConfig(preset=preset)), batch, walk)
         assert policy.passes == want
 
 
@@ -205,8 +207,8 @@ def test_monitors_of_the_policy_do_not_depend_on_how_the_batch_was_cut() -> None
     batch = build_batch(trajectories, [np.zeros(len(t.segments)) for t in trajectories])
     objective, found = resolve(ObjectiveConfig(preset="grpo")), []
     for tokens in (10, 40, 1000):
-        plan = plan_micro_batches(batch, tokens)
-        _, _, metrics = compute_gradients(K3Model(TINY, seed=1), objective, batch, plan)
+        walk = plan_walk(batch, tokens, chunked=tokens == 10)
+        _, _, metrics = compute_gradients(K3Model(TINY, seed=1), objective, batch, walk)
         found.append({name: value for name, value in metrics.scalars().items() if name.startswith("moe/")})
     assert len(found[0]) == 5
     assert found[1] == pytest.approx(found[0])

@@ -11,9 +11,10 @@ import torch
 
 from k3rl.config import LearnerConfig, ObjectiveConfig, OptimizerConfig
 from k3rl.errors import ConfigError, TrainingError
-from k3rl.learner.forward import compute_gradients, compute_vectors, pack_samples, plan_micro_batches
+from k3rl.learner.forward import compute_gradients, compute_vectors, pack
+from k3rl.learner.token_tree import build_tree, plan_walk, whole_samples
 from k3rl.learner.update import Learner
-from k3rl.model.batch import PolicyCapabilities
+from k3rl.model.batch import PolicyCapabilities, TokenBatch
 from k3rl.objective import TokenVectors, build_batch, resolve
 from k3rl.testing.toy_policy import ToyPolicy
 from k3rl.trajectory import NO_ROUTE, Outcome, Segment, Task, Trajectory, TrajectoryKey
@@ -78,14 +79,16 @@ def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normalise
     with_value = objective.needs_value
 
     # the truth: one graph over everything, no surrogate
-    whole = [list(range(len(batch.samples)))]
-    packed = pack_samples(policy, batch.samples, keep_last=True)
+    indices = list(range(len(batch.samples)))
+    packed = TokenBatch.pack([s.ids for s in batch.samples])
     hidden = policy(packed).hidden
     rows = torch.cat([torch.arange(a, b - 1) for a, b in itertools.pairwise(packed.cu_seqlens.tolist())])
     head = policy.token_logprobs(hidden[rows], torch.cat([s.ids[1:] for s in batch.samples]), 1.0)
     values = policy.values(hidden)
     truth = TokenVectors(head.logprob, head.entropy, head.lse, values[rows], values[packed.cu_seqlens[1:] - 1].detach())
-    prepared = objective.prepare(batch, compute_vectors(policy, batch, whole, with_value=with_value))
+    prepared = objective.prepare(
+        batch, compute_vectors(policy, batch, whole_samples(batch, [indices], with_value=with_value))
+    )
     want_loss, _ = objective.loss(truth, prepared)
     want_loss.backward()
     want = flat_gradient(policy)
@@ -93,8 +96,10 @@ def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normalise
     rng = random.Random(0)
     for trial in range(17):  # 16 cases: 272 splits
         policy.zero_grad()
-        plan = random_plan(rng, whole[0]) if trial else plan_micro_batches(batch, 40)
-        loss, _, _ = compute_gradients(policy, objective, batch, plan)
+        walk = whole_samples(batch, random_plan(rng, indices), with_value=with_value)
+        if not trial:
+            walk = plan_walk(batch, 40, with_value=with_value)
+        loss, _, _ = compute_gradients(policy, objective, batch, walk)
         assert float(loss.detach()) == pytest.approx(float(want_loss.detach()), rel=1e-6, abs=1e-7)
         assert float((flat_gradient(policy) - want).norm() / want.norm()) < 1e-6
 
@@ -103,9 +108,9 @@ def test_a_plan_splits_no_sample_and_leaves_out_what_is_not_trained() -> None:
     trajectories, rewards = make_batch()
     rewards[3] = None
     batch = build_batch(trajectories, rewards)
-    plan = plan_micro_batches(batch, 25)
+    plan = plan_walk(batch, 25).samples
     assert sorted(n for part in plan for n in part) == [n for n in range(16) if n != 3]
-    assert all(len(part) == 1 or sum(len(batch.samples[n].ids) for n in part) <= 25 for part in plan)
+    assert all(len(part) == 1 or sum(batch.samples[n].num_targets for n in part) <= 25 for part in plan)
 
 
 def test_b07_an_empty_update_changes_nothing_and_leaves_zero_gradients() -> None:
@@ -164,7 +169,7 @@ def test_b34_the_temperature_scales_logprob_and_entropy_alike_and_never_the_valu
     base = make_trajectory(np.random.default_rng(0), 0)
     one = dataclasses.replace(base, segments=(prompt, action), temperature=temperature)
     batch = build_batch([one], [np.zeros(2)])
-    vectors = compute_vectors(policy, batch, [[0]], with_value=True)
+    vectors = compute_vectors(policy, batch, plan_walk(batch, 100, with_value=True))
     assert float(vectors.logprob[0]) == pytest.approx(logprob, abs=1e-6)
     assert float(vectors.entropy[0]) == pytest.approx(entropy, abs=1e-6)
     want = policy.values(torch.tensor([[2.0, 0.0]])).detach()
@@ -194,8 +199,8 @@ def test_a_grpo_update_raises_the_logprob_of_the_better_sample(name: str) -> Non
     rng = np.random.default_rng(1)
     trajectories = [make_trajectory(rng, i, turns=1) for i in range(2)]
     batch = build_batch(trajectories, [np.zeros(3)] * 2)
-    plan = plan_micro_batches(batch, 100)
-    before = compute_vectors(learner.policy, batch, plan, with_value=False).logprob
+    walk = plan_walk(batch, 100)
+    before = compute_vectors(learner.policy, batch, walk).logprob
     behaviour = [
         dataclasses.replace(
             t,
@@ -209,7 +214,7 @@ def test_a_grpo_update_raises_the_logprob_of_the_better_sample(name: str) -> Non
     metrics = learner.update(behaviour, [np.array([0.0, 1.0, 0.0]), np.zeros(3)])
     assert metrics["train/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["train/logprob_gap_max"] < 1e-6
-    after = compute_vectors(learner.policy, batch, plan, with_value=False).logprob
+    after = compute_vectors(learner.policy, batch, walk).logprob
     (a, b), (c, d) = batch.turn_ranges.tolist()
     assert float((after - before)[a:b].sum()) > 0
     assert float((after - before)[c:d].sum()) < 0
@@ -253,9 +258,10 @@ def test_recorded_routes_are_replayed_and_unknown_ones_are_left_to_the_policy() 
     both = [dataclasses.replace(base, segments=tuple(routed)), base]
     batch = build_batch(both, [np.zeros(3)] * 2)
     policy = ToyPolicy()
-    assert pack_samples(policy, batch.samples, keep_last=False).routes is None
+    tree = build_tree(dict(enumerate(batch.samples)), None, None, keep_last=False)
+    assert pack(policy, tree, tree.nodes).routes is None
     policy.capabilities = PolicyCapabilities(chunk=False, routes=True, value=True)
-    packed = pack_samples(policy, batch.samples, keep_last=False)
+    packed = pack(policy, tree, tree.nodes)
     assert packed.routes is not None
     prompt, action, observation = (len(s) for s in base.segments)
     want = [0] * prompt + [1] * (action - 1) + [-1] + [2] * (observation - 1)

@@ -12,6 +12,7 @@ import torch
 from k3rl.config import load_model_config
 from k3rl.errors import EngineError, WeightSyncError
 from k3rl.learner.forward import compute_vectors
+from k3rl.learner.token_tree import whole_samples
 from k3rl.model.batch import TokenBatch
 from k3rl.model.transformer import K3Model
 from k3rl.objective import build_batch
@@ -435,8 +436,7 @@ def test_b34_the_learner_computes_the_logprobs_that_the_engine_sampled_with(temp
     trajectories = [_as_trajectory(engine, r, c, temperature) for r, c in zip(requests, completions, strict=True)]
     batch = build_batch(trajectories, [np.zeros(2) for _ in trajectories])
     model = K3Model(CONFIG)
-    plan = [[0, 1, 2], [3, 4], [5, 6]]
-    vectors = compute_vectors(model, batch, plan, with_value=False)
+    vectors = compute_vectors(model, batch, whole_samples(batch, [[0, 1, 2], [3, 4], [5, 6]]))
     gap = (vectors.logprob - batch.rollout_logprobs)[batch.action_mask].abs().max()
     assert batch.num_trained == sum(r.max_tokens for r in requests)
     assert gap <= 1e-5

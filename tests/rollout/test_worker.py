@@ -11,7 +11,8 @@ import pytest
 
 from k3rl.buffer.store import Store
 from k3rl.config import EnvironmentConfig, RolloutConfig, RunConfig, load_model_config
-from k3rl.learner.forward import compute_vectors, plan_micro_batches
+from k3rl.learner.forward import compute_vectors
+from k3rl.learner.token_tree import plan_walk
 from k3rl.model.transformer import K3Model
 from k3rl.objective import build_batch
 from k3rl.rewards.compose import compose, total_of
@@ -71,7 +72,7 @@ def test_multi_turn_rollouts_have_the_logprobs_that_the_learner_computes_from_th
     assert {t.temperature for t in trajectories} == {temperature}
     assert {t.oldest_step for t in trajectories} == {5}
     batch = build_batch(trajectories, [np.zeros(len(t.segments)) for t in trajectories])
-    vectors = compute_vectors(model, batch, plan_micro_batches(batch, 300), with_value=False)
+    vectors = compute_vectors(model, batch, plan_walk(batch, 300))
     assert batch.num_trained == sum(t.num_action_tokens for t in trajectories)
     # Rounding of the logits, which a low temperature magnifies; the engine's own test holds 1e-5 on short contexts.
     gap = (vectors.logprob - batch.rollout_logprobs)[batch.action_mask].abs()

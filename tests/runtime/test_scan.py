@@ -91,7 +91,7 @@ def _direct_mla(mixer: MlaMixer, x: torch.Tensor) -> dict[str, float]:
 def test_a_streamed_scan_equals_the_whole_sequence_at_once_whatever_the_chunk(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("k3rl.runtime.scan.SCORES", 64 * 150)  # chunks of 64 shorten on the way
+    monkeypatch.setattr("k3rl.runtime.scan.SCORES", {"cpu": 64 * 150})  # chunks of 64 shorten on the way
     model = K3Model(config, seed=3).double().eval()
     ids = torch.randint(0, 256, (LENGTHS[-1],), generator=torch.Generator().manual_seed(5))
     found = {chunk: list(scan(model, ids, LENGTHS, chunk)) for chunk in (7, 64)}
@@ -138,7 +138,9 @@ def test_the_figures_are_written_as_rows_of_results_and_bad_input_is_named(tmp_p
         text = None if content is None else tmp_path / "text"
         if text is not None and content is not None:
             text.write_bytes(content)
-        scan_folder(MODELS / "k3_tiny.yaml", out, dtype="float32", lengths=lengths, text=text, seed=0, chunk=32)
+        scan_folder(
+            MODELS / "k3_tiny.yaml", out, dtype="float32", lengths=lengths, text=text, seed=0, chunk=32, device="cpu"
+        )
 
     run([20, 40], b"to be or not to be, that is the question" * 2)
     document = json.loads(out.read_text())
