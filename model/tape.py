@@ -119,7 +119,8 @@ class TapePast:
         """Start the forward."""
         sizes = torch.tensor([len(rows) for rows in self.contexts], device=cu_seqlens.device)
         layout = Layout.plan(self.config, cu_seqlens, sizes)
-        self.memory = TapeMemory(layout, self, _latent_rows(layout, sizes))
+        split = len(self.leaves) - len(self.config.mla_layers)
+        self.memory = TapeMemory(layout, self.leaves[:split], self.leaves[split:], _latent_rows(layout, sizes))
         return self.memory
 
     def results(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -134,14 +135,15 @@ class TapeMemory:
     """A forward over a :class:`TapePast`."""
 
     layout: Layout
-    past: TapePast
+    ends: list[torch.Tensor]
+    contexts: list[torch.Tensor]
     latent_rows: torch.Tensor  # [N, L] of [T new, 1 zero row, all contexts]
     kda: dict[int, KdaRows] = field(default_factory=dict)
     latents: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def read_kda(self, slot: int) -> KdaRows:
         """What a KDA layer goes on from."""
-        return KdaRows(*self.past.leaves[3 * slot : 3 * slot + 3])
+        return KdaRows(*self.ends[3 * slot : 3 * slot + 3])
 
     def write_kda(self, slot: int, rows: KdaRows) -> None:
         """Keep it for those that go on from here."""
@@ -150,8 +152,7 @@ class TapeMemory:
     def append_latents(self, slot: int, new_TX: torch.Tensor) -> torch.Tensor:
         """Latents of each sequence [N, L, X]."""
         self.latents[slot] = new_TX
-        before = self.past.leaves[len(self.past.leaves) - len(self.past.config.mla_layers) + slot]
-        source = torch.cat([new_TX, new_TX.new_zeros(1, new_TX.shape[1]), before])
+        source = torch.cat([new_TX, new_TX.new_zeros(1, new_TX.shape[1]), self.contexts[slot]])
         return source.index_select(0, self.latent_rows.flatten()).view(*self.latent_rows.shape, new_TX.shape[1])
 
     def finish(self) -> None:
