@@ -13,7 +13,7 @@ import torch
 
 from k3rl.buffer.store import Store
 from k3rl.config import ObjectiveConfig, RunConfig, SftJobConfig, to_dict
-from k3rl.errors import ConfigError
+from k3rl.errors import CheckpointError, ConfigError
 from k3rl.learner.update import Learner
 from k3rl.metrics import Mean, Metrics
 from k3rl.model.moe import BALANCERS, Balancer
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from k3rl.config import JobConfig, OptimizerConfig
     from k3rl.trajectory import Summary, Trajectory
     from k3rl.weights.object_store import StoredWeights
+
+
+BEFORE_RL = "after_sft"
+"""Folder of a run that keeps the weights which RL begins with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +86,7 @@ class LearnerWorker:
         self._phases = phases_of(config)
         self._phase = next(iter(self._phases))
         self._claim = ExitStack()
+        self._folder: Path | None = None
         self._learner = self._make_learner()
         kind = BALANCERS[config.balancing] if isinstance(config, SftJobConfig) else None
         self._balancer: Balancer | None = None if kind is None else kind(self._policy.moe_layers)
@@ -141,6 +146,7 @@ class LearnerWorker:
         if not folder.is_dir():
             raise ConfigError(f"run_root: the learner's machine does not see {folder}; it must lie on shared storage")
         self._claim.enter_context(lock_folder(folder / "checkpoints", timeout_s=self._config.learner.timeout_s))
+        self._folder = folder
 
     def save(
         self,
@@ -190,7 +196,18 @@ class LearnerWorker:
     def _make_learner(self) -> Learner:
         at = self._phases[self._phase]
         config = dataclasses.replace(self._config.learner, optimizer=at.optimizer)
-        return Learner(self._policy, at.objective, config, total_steps=max(at.steps, 1))
+        reference = self._read_reference() if at.objective.needs_reference else None
+        return Learner(self._policy, at.objective, config, total_steps=max(at.steps, 1), reference=reference)
+
+    def _read_reference(self) -> K3Model:
+        """The policy that RL began with, frozen: what a KL term is about."""
+        assert self._folder is not None, "claim comes first"
+        loaded = load_latest(self._folder / BEFORE_RL, to_dict(self._config.model))
+        if loaded is None:
+            raise CheckpointError(f"{self._folder / BEFORE_RL} holds no checkpoint, and a KL term needs it")
+        model = K3Model(self._config.model, device=next(self._policy.parameters()).device)
+        model.load_state_dict(dict(loaded.checkpoint.model))
+        return model.eval().requires_grad_(False)
 
     def _rewards(self, trajectory: Trajectory) -> np.ndarray | None:
         if self._phases[self._phase].imitates:

@@ -19,6 +19,7 @@ from k3rl.buffer.ledger import REPEATABLE, ConsumedSet
 from k3rl.buffer.sampler import Buffer
 from k3rl.errors import StarvedError
 from k3rl.evaluation.report import EvaluationReport, report
+from k3rl.learner.worker import BEFORE_RL
 from k3rl.metrics import Max
 from k3rl.objective import resolve
 from k3rl.observe.console import progress
@@ -166,7 +167,7 @@ class Controller:
             self._sft_steps(config.max_steps)
             self._publish()
             self._evaluate_into("after_sft")
-        self.actors.ask_learner("save", self.config.run_dir / "after_sft", **self._checkpoint_state(), keep=1)
+        self.actors.ask_learner("save", self.config.run_dir / BEFORE_RL, **self._checkpoint_state(), keep=1)
         at.phase = "rl"
         self.actors.ask_learner("begin", "rl")
         self._checkpoint()
@@ -279,7 +280,7 @@ class Controller:
             self._evaluate_into("after_rl")
         if config.steps and config.sft.max_steps and config.evaluation.sft_only_baseline:
             print(f"for comparison: SFT alone, for the {at.seconds['rl']:.0f} s that RL took")
-            self.actors.ask_learner("load", config.run_dir / "after_sft", self.vocabulary)
+            self.actors.ask_learner("load", config.run_dir / BEFORE_RL, self.vocabulary)
             self._sft_steps(at.sft_step + 1_000_000, for_seconds=at.seconds["rl"])
             self._publish()
             self._evaluate_into("sft_only")

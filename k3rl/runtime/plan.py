@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from k3rl.config import to_dict
-from k3rl.learner.worker import LearnerWorker
+from k3rl.learner.worker import LearnerWorker, phases_of
 from k3rl.model.config import cache_bytes, count_parameters
 from k3rl.observe.console import table
 from k3rl.rollout.agent_loop import EpisodeSpec
@@ -68,11 +68,12 @@ def _estimate(config: RunConfig) -> Estimate:
     total, active = count_parameters(config.model)
     episodes = config.rollout.groups_per_step * config.rollout.group_size // config.rollout.num_workers
     cache = cache_bytes(config.model, config.environment.max_episode_tokens, element_bytes=4)
+    needs_reference = phases_of(config)["rl"].objective.needs_reference
     sizes = {
         "parameters": total,
         "active_parameters": active,
-        # Weights and gradients in fp32, and one (Muon) or two (AdamW) moments.
-        "learner_bytes": 4 * total * (3 if config.learner.optimizer.name == "muon" else 4),
+        # Weights and gradients in fp32, one (Muon) or two (AdamW) moments, and perhaps the weights of a reference.
+        "learner_bytes": 4 * total * ((3 if config.learner.optimizer.name == "muon" else 4) + needs_reference),
         "cache_bytes": episodes * cache,
     }
     if total > MAX_PROBED_PARAMETERS:

@@ -334,7 +334,6 @@ def test_what_the_environment_failed_is_played_again_and_after_three_attempts_ha
     ("changes", "named"),
     [
         (["objective.preset=ppo"], "model.value_head"),
-        (["objective.kl_coef=0.1"], "objective.kl_coef"),
         (["environment.id=k3rl/Shp-v0"], "k3rl/Shop-v0"),
         (["environment.options.colour=red"], "environment.options"),
         (["model.vocab_size=16"], "model.vocab_size"),
