@@ -12,11 +12,14 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from k3rl.config import ModelConfig, load_config, load_model_config
 from k3rl.errors import ConfigError, suggest
@@ -58,8 +61,8 @@ def environment() -> dict[str, Any]:
         for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
     )
     return {
-        "card": None,
-        "driver": None,
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "driver": _driver(),
         "torch": versions.get("torch"),
         "triton": versions.get("triton"),
         "ray": versions.get("ray"),
@@ -69,6 +72,15 @@ def environment() -> dict[str, Any]:
         "commit": commit or None,
         "uncommitted_changes": bool(changes),
     }
+
+
+def _driver() -> str | None:
+    """Version of the GPU's driver, where there is one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False).stdout.splitlines()
+    return lines[0].strip() if lines else None
 
 
 def _cpu_name() -> str:

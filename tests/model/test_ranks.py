@@ -437,7 +437,7 @@ def test_stages_route_and_balance_as_one_process_does(family: str, name: str, fo
     model = _make(family, torch.float64, CASES[name])
     batch, _, _ = _pack(CASES[name], len(found), model.config)
     balancer = QuantileBalancer(model.moe_layers)
-    with torch.no_grad(), balancer.observe():
+    with balancer.observe():
         routes = _by_layer(model, model(batch).routes)
     balancer.step()
     biases, results = _named_biases(model), [rank[family, torch.float64, name] for rank in found]

@@ -278,14 +278,15 @@ def test_l4_the_demo_killed_at_a_random_step_takes_the_identical_steps_when_resu
 
 
 def test_an_interrupted_run_of_the_asynchronous_schedule_is_resumed_and_never_too_stale(tmp_path: Path) -> None:
-    interrupted = job(tmp_path, "c", steps=40, sft={"max_steps": 10}, schedule="one_step_async")
+    # So many steps that it is not over before the signal comes, however busy the machine is.
+    interrupted = job(tmp_path, "c", steps=1000, sft={"max_steps": 10}, schedule="one_step_async")
     process = interrupted.start_until(lambda: len(interrupted.events("step")) >= 3)
     process.send_signal(signal.SIGINT)
     code, output = interrupted.finish(process, 60.0)
     assert (code, "Traceback" in output) == (130, False), output
     assert "--resume" in output
 
-    interrupted.run("--resume")
+    interrupted.run("--resume", f"steps={len(interrupted.events('step')) + 10}")
     ages = interrupted.staleness()
     assert max(ages) == 1
     assert [e["step"] for e in interrupted.events("lease")][-1] >= 8
