@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -28,8 +29,12 @@ from k3rl.kernels.kda import TilePlan, kda_chunk, kda_packed, kda_recurrent  # n
 REGIMES = {"random": 0.0, "long memory": -8.5, "saturated": 9.0}
 """What is added to the gate's input: log decay near -2.5, -1e-3 and -5 a token."""
 SHAPES = ((8192, 64), (4096, 16), (32768, 32), (32768, 16))  # T, H of the forward
+GRADIENT_SHAPES = ((8192, 64), (4096, 16), (32768, 16))
+GRADIENTS = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "initial state")
 WIDTH = 128
 COPIES = 4  # of all inputs
+HAS_FLA = importlib.util.find_spec("fla") is not None
+BASELINE = "fla-core chunk_kda"
 
 
 def row(what: str, shape: str, unit: str, ours: float, **fields: Any) -> dict[str, Any]:
@@ -61,46 +66,84 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def kda_errors() -> list[dict[str, Any]]:
+def kda_results(
+    run: Callable[..., Any], inputs: list[Any], weights: list[torch.Tensor], **options: Any
+) -> list[torch.Tensor]:
+    """Outputs, state and the eight gradients of what ``run`` makes of the inputs, the initial state last of them."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    results = run(*leaves[:7], initial_state=leaves[7], **options)
+    wanted = [w.to(x.dtype) for w, x in zip(weights, results, strict=True)]
+    return [*(x.detach() for x in results), *torch.autograd.grad(results, leaves, wanted)]
+
+
+def with_state(inputs: list[Any], sequences: int, seed: int) -> tuple[list[Any], list[torch.Tensor]]:
+    """The inputs with initial states, and gradients of outputs and final states."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    rows, heads = inputs[0].shape[:2]
+    states = torch.randn(2, sequences, heads, WIDTH, WIDTH, device="cuda", generator=generator)
+    out = torch.randn(rows, heads, WIDTH, device="cuda", generator=generator).to(inputs[0].dtype)
+    return [*inputs, states[0]], [out, states[1]]
+
+
+def kda_errors() -> Iterator[dict[str, Any]]:
     """Against the float64 recurrence of the same rounded inputs, three gates, two types."""
-    rows = []
+    length, heads = 1000, 16
+    cu_seqlens = torch.tensor([0, length], device="cuda")
+    plan = TilePlan.make(cu_seqlens, length)
     for regime, shift in REGIMES.items():
         for dtype, goal in ((torch.float32, 2e-5), (torch.bfloat16, 8e-3)):
-            inputs = kda_inputs(1000, 4, shift, 1, dtype)
-            cu_seqlens = torch.tensor([0, 1000], device="cuda")
-            state = torch.randn(1, 4, WIDTH, WIDTH, device="cuda", generator=torch.Generator("cuda").manual_seed(2))
+            inputs, weights = with_state(kda_inputs(length, heads, shift, 1, dtype), 1, 2)
             poison()
-            out, final = kda_chunk(*inputs, plan=TilePlan.make(cu_seqlens, 1000), initial_state=state)
-            wide: Any = [x.double() for x in inputs]
-            want = kda_packed(*wide, cu_seqlens=cu_seqlens, initial_state=state.double(), form=kda_recurrent)
-            shape = f"T=1000 H=4, {regime} gate, {str(dtype)[6:]}"
-            rows.append(row("KDA forward, relative error of outputs", shape, "1", relative(out, want[0]), goal=goal))
-            rows.append(row("KDA forward, relative error of state", shape, "1", relative(final, want[1]), goal=goal))
-    return rows
+            got = kda_results(kda_chunk, inputs, weights, plan=plan)
+            wide = [x.double() for x in inputs]
+            want = kda_results(kda_packed, wide, weights, cu_seqlens=cu_seqlens, form=kda_recurrent)
+            theirs = [None] * len(got)
+            if dtype == torch.bfloat16 and HAS_FLA:
+                theirs = [
+                    relative(x.reshape(w.shape), w) for x, w in zip(fla_results(inputs, weights), want, strict=True)
+                ]
+            shape = f"T={length} H={heads}, {regime} gate, {str(dtype)[6:]}"
+            names = ["forward, relative error of outputs", "forward, relative error of state"]
+            names += [f"backward, relative error of the gradient of {x}" for x in GRADIENTS]
+            for name, x, w, other in zip(names, got, want, theirs, strict=True):
+                # Sums of products of both signs: fla's own tests allow them as much.
+                loose = 2.5 if name.endswith((" b", " A_log")) else 1.0
+                fields = {"goal": goal * loose, "baseline": other, "baseline_name": None if other is None else BASELINE}
+                yield row(f"KDA {name}", shape, "1", relative(x, w), **fields)
+
+
+def differing(left: list[torch.Tensor], right: list[torch.Tensor]) -> int:
+    return sum(int((x != y).sum()) for x, y in zip(left, right, strict=True))
 
 
 def kda_bits() -> list[dict[str, Any]]:
     """Bits that must not change: count of elements that differ."""
     lengths = (1, 15, 0, 16, 17, 700, 64, 2000)
-    total, inputs = sum(lengths), kda_inputs(sum(lengths), 4, 0.0, 3)
+    total = sum(lengths)
+    inputs, weights = with_state(kda_inputs(total, 4, 0.0, 3), len(lengths), 4)
     bounds = torch.tensor([0, *lengths], device="cuda").cumsum(0)
-    packed, _ = kda_chunk(*inputs, plan=TilePlan.make(bounds, total))
-    alone = repeats = prefix = 0
-    for begin, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    packed = kda_results(kda_chunk, inputs, weights, plan=TilePlan.make(bounds, total))
+    per_row = [0, 2, 3, 4, 5, 6]  # of the results: outputs, gradients of q to b
+    counts = dict.fromkeys(("alone and in a pack", "in a shorter sequence", "in ten repeats", "without a gradient"), 0)
+    for n, (begin, end) in enumerate(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)):
         for stop in {end, begin + (end - begin) // 2} - {begin}:
-            part: Any = [x[begin:stop] for x in inputs[:5]]
+            part = [*(x[begin:stop] for x in inputs[:5]), *inputs[5:7], inputs[7][n : n + 1]]
             plan = TilePlan.make(torch.tensor([0, stop - begin], device="cuda"), stop - begin)
-            differ = int((kda_chunk(*part, *inputs[5:], plan=plan)[0] != packed[begin:stop]).sum())
-            alone, prefix = (alone + differ, prefix) if stop == end else (alone, prefix + differ)
+            got = kda_results(kda_chunk, part, [weights[0][begin:stop], weights[1][n : n + 1]], plan=plan)
+            if stop == end:
+                mine = [packed[i][begin:stop] for i in per_row] + [packed[i][n : n + 1] for i in (1, 9)]
+                counts["alone and in a pack"] += differing([got[i] for i in (*per_row, 1, 9)], mine)
+            else:
+                counts["in a shorter sequence"] += differing(got[:1], [packed[0][begin:stop]])
     for _ in range(10):
         poison()
-        repeats += int((kda_chunk(*inputs, plan=TilePlan.make(bounds, total))[0] != packed).sum())
+        again = kda_results(kda_chunk, inputs, weights, plan=TilePlan.make(bounds, total))
+        counts["in ten repeats"] += differing(again, packed)
+    with torch.no_grad():
+        plain = kda_chunk(*inputs[:7], initial_state=inputs[7], plan=TilePlan.make(bounds, total))
+    counts["without a gradient"] = differing(list(plain), packed[:2])
     shape = f"lengths {lengths}, H=4"
-    return [
-        row("KDA forward, outputs that differ alone and in a pack", shape, "elements", alone, goal=0),
-        row("KDA forward, outputs that differ in a shorter sequence", shape, "elements", prefix, goal=0),
-        row("KDA forward, outputs that differ in ten repeats", shape, "elements", repeats, goal=0),
-    ]
+    return [row(f"KDA, results that differ {name}", shape, "elements", n, goal=0) for name, n in counts.items()]
 
 
 def graph_ms(calls: list[Callable[[], Any]], replays: int = 12) -> float:
@@ -124,21 +167,33 @@ def graph_ms(calls: list[Callable[[], Any]], replays: int = 12) -> float:
     return statistics.median(times)
 
 
-def fla_forward(inputs: list[Any]) -> Callable[[], Any]:
+def fla_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+) -> Any:
     """fla's ``chunk_kda`` of the same inputs."""
     from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
-    q, k, v, z, b = (x.unsqueeze(0) for x in inputs[:5])
+    rows = (x.unsqueeze(0) for x in (q, k, v, z, b))
     switches = dict.fromkeys(
         ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "safe_gate"), True
     )
-    fixed = {"A_log": inputs[5], "dt_bias": inputs[6].flatten(), "lower_bound": -5.0, "output_final_state": True}
-    return lambda: chunk_kda(q, k, v, z, b, **fixed, **switches)
+    fixed = {"A_log": A_log, "dt_bias": dt_bias.flatten(), "lower_bound": -5.0, "output_final_state": True}
+    return chunk_kda(*rows, initial_state=initial_state, **fixed, **switches)
+
+
+def fla_results(inputs: list[Any], weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return kda_results(fla_kda, inputs, [weights[0].unsqueeze(0), weights[1]])
 
 
 def kda_times(bandwidth: float) -> Iterator[dict[str, Any]]:
     """Forward without gradient, bf16."""
-    has_fla = importlib.util.find_spec("fla") is not None
     for length, heads in SHAPES:
         # q, k, v, z and the output once, each of two bytes.
         floor = 5 * 2 * length * heads * WIDTH / bandwidth * 1e3
@@ -147,17 +202,58 @@ def kda_times(bandwidth: float) -> Iterator[dict[str, Any]]:
             copies = [kda_inputs(length, heads, shift, seed) for seed in range(COPIES)]
             with torch.no_grad():
                 ours = graph_ms([lambda x=x, plan=plan: kda_chunk(*x, plan=plan) for x in copies])
-                theirs = graph_ms([fla_forward(x) for x in copies]) if has_fla else None
-            yield row(
-                "KDA forward",
-                f"T={length} H={heads} K=V=128, {regime} gate, bfloat16",
-                "ms",
-                ours,
-                baseline=theirs,
-                baseline_name=None if theirs is None else "fla-core chunk_kda",
-                floor=floor,
-                goal=None if theirs is None else theirs / (3 if (length, heads) == (32768, 16) else 2.5),
-            )
+                theirs = graph_ms([lambda x=x: fla_kda(*x) for x in copies]) if HAS_FLA else None
+            part = 3 if (length, heads) == (32768, 16) else 2.5
+            yield timed_row("KDA forward", length, heads, regime, ours, theirs, floor, part)
+
+
+def kda_gradient_times(bandwidth: float) -> Iterator[dict[str, Any]]:
+    """Forward and backward, bf16, with a gradient of the outputs alone."""
+    for length, heads in GRADIENT_SHAPES:
+        # The forward's five; q, k, v, z and the outputs' gradient again, four gradients.
+        floor = 14 * 2 * length * heads * WIDTH / bandwidth * 1e3
+        plan = TilePlan.make(torch.tensor([0, length], device="cuda"), length)
+        for regime, shift in REGIMES.items():
+            copies = [[x.requires_grad_() for x in kda_inputs(length, heads, shift, seed)] for seed in range(COPIES)]
+            wanted = torch.randn_like(copies[0][2])
+
+            def ours(x: list[Any], plan: TilePlan = plan, wanted: torch.Tensor = wanted) -> Any:
+                return torch.autograd.grad(kda_chunk(*x, plan=plan)[0], x, wanted)
+
+            def theirs(x: list[Any], wanted: torch.Tensor = wanted) -> Any:
+                return torch.autograd.grad(fla_kda(*x)[0], x, wanted.unsqueeze(0))
+
+            times = [
+                graph_ms([lambda x=x, run=run: run(x) for x in copies]) if run is ours or HAS_FLA else None
+                for run in (ours, theirs)
+            ]
+            assert times[0] is not None
+            yield timed_row("KDA forward and backward", length, heads, regime, times[0], times[1], floor, 1.3)
+
+
+def timed_row(
+    what: str, length: int, heads: int, regime: str, ours: float, theirs: float | None, floor: float, part: float
+) -> dict[str, Any]:
+    """A time in ms; the goal is fla's over ``part``."""
+    found = {} if theirs is None else {"baseline": theirs, "baseline_name": BASELINE, "goal": theirs / part}
+    return row(what, f"T={length} H={heads} K=V={WIDTH}, {regime} gate, bfloat16", "ms", ours, floor=floor, **found)
+
+
+def kda_parts() -> Iterator[dict[str, Any]]:
+    """Time of each kernel in a forward and backward."""
+    length, heads = SHAPES[0]
+    plan = TilePlan.make(torch.tensor([0, length], device="cuda"), length)
+    inputs = [x.requires_grad_() for x in kda_inputs(length, heads, 0.0, 0)]
+    wanted, runs = torch.randn_like(inputs[2]), 5
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(runs):
+            torch.autograd.grad(kda_chunk(*inputs, plan=plan)[0], inputs, wanted)
+        torch.cuda.synchronize()
+    for event in profile.key_averages():
+        name, spent = event.key, event.self_device_time_total / runs / 1e3
+        if spent >= 0.005:
+            shape = f"T={length} H={heads} K=V={WIDTH}, random gate, bfloat16"
+            yield row(f"KDA forward and backward, {name[:60]} alone", shape, "ms", spent)
 
 
 def copy_bandwidth() -> float:
@@ -182,15 +278,16 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "ptxas": version.split("release ")[-1].split("\n")[0],
         "python": sys.version.split()[0],
-        "fla-core": importlib.metadata.version("fla-core") if importlib.util.find_spec("fla") else None,
+        "fla-core": importlib.metadata.version("fla-core") if HAS_FLA else None,
     }
 
 
 def main() -> None:
     """Measure and write."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    checks = [*kda_errors(), *kda_bits()]
-    for check in checks:
+    checks = []
+    for check in itertools.chain(kda_errors(), kda_bits()):
+        checks.append(check)
         print(check, flush=True)
     if not all(check["holds"] for check in checks):
         raise SystemExit("a kernel is wrong: nothing is timed")
@@ -198,7 +295,7 @@ def main() -> None:
     rows = [row("copy of 2 GiB", "read and written", "TB/s", bandwidth / 1e12), *checks]
     command = "python benchmarks/kernels_on_gpu.py RESULT.json"
     # Written after every row: a machine's time may end before the list does.
-    for timed in kda_times(bandwidth):
+    for timed in itertools.chain(kda_gradient_times(bandwidth), kda_parts(), kda_times(bandwidth)):
         rows.append(timed)
         print(timed, flush=True)
         text = json.dumps({"command": command, "environment": environment(), "rows": rows}, indent=1)

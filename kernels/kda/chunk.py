@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from k3rl.kernels.common import choose_backend, refuse
 from k3rl.kernels.kda.reference import TILE, kda_packed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 WIDTHS = (16, 32, 64, 128)
 # Of the choices tried on an H200 at T=8192 H=64 and T=32768 H=16 the fastest for both.
 PREPARE = {"block_k": 32, "warps": 1}
 INVERT = {"blocks": 8, "warps": 4}
 SCAN = {"block_v": 64, "warps": 4, "stages": 4}
+GROUP = 4
+"""Tiles from one state that the forward keeps for the backward to the next."""
+REVERSE = {"block_v": 64, "warps": 4, "stages": 4}
+FACTORS = {"block_k": 64, "warps": 8}
+FINISH = {"warps": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +33,21 @@ class TilePlan:
     cu_seqlens: torch.Tensor  # [N + 1] int64
     first_tiles: torch.Tensor  # [N + 1] int64, number of the first tile of each sequence
     sequences: torch.Tensor  # [tiles] int64 sequence of each tile; N for numbers that are left over
+    first_groups: torch.Tensor  # [N + 1] int64, number of the first group of tiles of each sequence
+    groups: torch.Tensor  # [groups] int64 sequence of each group, as in sequences
 
     @staticmethod
     def make(cu_seqlens: torch.Tensor, num_rows: int) -> TilePlan:
         """Plan sequences ``cu_seqlens`` [N + 1] of together ``num_rows`` rows."""
         cu_seqlens = cu_seqlens.to(torch.int64)
-        tiles = (cu_seqlens.diff() + TILE - 1) // TILE
-        first = torch.nn.functional.pad(tiles.cumsum(0), (1, 0))
-        # At most so many tiles, whatever the lengths: each sequence ends in one that is not full.
-        numbers = torch.arange(num_rows // TILE + len(tiles), device=cu_seqlens.device)
-        return TilePlan(cu_seqlens, first, torch.searchsorted(first[1:], numbers, right=True))
+        firsts, owners = [], []
+        for rows in (TILE, GROUP * TILE):
+            counts = (cu_seqlens.diff() + rows - 1) // rows
+            firsts.append(torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+            # At most so many, whatever the lengths: each sequence ends in one that is not full.
+            numbers = torch.arange(num_rows // rows + len(counts), device=cu_seqlens.device)
+            owners.append(torch.searchsorted(firsts[-1][1:], numbers, right=True))
+        return TilePlan(cu_seqlens, firsts[0], owners[0], firsts[1], owners[1])
 
 
 def kda_chunk(
@@ -52,8 +66,8 @@ def kda_chunk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KDA of packed sequences with the norm of q and k, the gate and beta inside.
 
-    On a CPU, or where a gradient is wanted, it is the reference; else Triton. A row's output depends, bit by bit, on
-    the rows up to it alone.
+    On a CPU it is the reference, on a GPU Triton, its gradient too. A row's output depends, bit by bit, on the rows up
+    to it alone, and a sequence's outputs and gradients on no other sequence.
 
     Args:
         q: [T, H, K] after convolution and SiLU, not normalised, not scaled.
@@ -73,8 +87,7 @@ def kda_chunk(
     """
     if not -5.8 < lower_bound < 0:
         raise ValueError(f"lower_bound must lie in (-5.8, 0), got {lower_bound}")
-    tensors: list[Any] = [q, k, v, z, b, A_log, dt_bias, initial_state]
-    if choose_backend(q) == "reference" or (torch.is_grad_enabled() and any(_wants_grad(x) for x in tensors)):
+    if choose_backend(q) == "reference":
         return kda_packed(
             q,
             k,
@@ -88,7 +101,14 @@ def kda_chunk(
             num_tiles_N=num_tiles_N,
             lower_bound=lower_bound,
         )
-    return _forward(q, k, v, z, b, A_log, dt_bias, plan, initial_state, num_tiles_N, lower_bound)
+    _check(q, k, v, z, b)
+    q, k, v, z, b = (x.contiguous() for x in (q, k, v, z, b))
+    tensors = (q, k, v, z, b, A_log, dt_bias, initial_state)
+    stops = plan.first_tiles.diff() if num_tiles_N is None else num_tiles_N.to(torch.int64)
+    if torch.is_grad_enabled() and any(_wants_grad(x) for x in tensors):
+        return _Kda.apply(*tensors, plan, stops, lower_bound)
+    out, final, *_ = _forward(*tensors, plan, stops, lower_bound, save=False)
+    return out, final
 
 
 def _wants_grad(x: torch.Tensor | None) -> bool:
@@ -110,6 +130,54 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor, b
         raise refuse("kda_chunk", "v's type", v.dtype, f"q's, {q.dtype}")
 
 
+class _Kda(torch.autograd.Function):
+    """The kernels and their gradient. Kept between the two: the inputs, Δ, M, A, and the state before every group."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, final, *kept = _forward(*args, save=True)
+        *tensors, ctx.plan, stops, ctx.lower_bound = args
+        ctx.save_for_backward(*tensors, stops, *kept)
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (*_backward(*grads, *ctx.saved_tensors, plan=ctx.plan, lower_bound=ctx.lower_bound), None, None, None)
+
+
+def _prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    plan: TilePlan,
+    lower_bound: float,
+    squares: Sequence[torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K ⊙ Γ, Q ⊙ Γ and K ⊙ exp(c_16 - c) [3, tiles, H, 16, K], exp(c_16) [tiles, H, K]; L, β and A into ``squares``."""
+    from k3rl.kernels.kda.kernel import prepare_kernel
+
+    heads, key = q.shape[1:]
+    num, tiles = len(plan.cu_seqlens) - 1, len(plan.sequences)
+    wide, end = q.new_empty(3, tiles, heads, TILE, key), q.new_empty(tiles, heads, key, dtype=torch.float32)
+    prepare: Any = prepare_kernel
+    prepare[(tiles * heads,)](
+        q, k, z, b, A_log.float().contiguous(), dt_bias.float().contiguous(),
+        plan.cu_seqlens, plan.first_tiles, plan.sequences,
+        wide[0], wide[1], wide[2], *((end, end, end) if squares is None else squares), end, num, key**-0.5, lower_bound,
+        H=heads, K=key, BK=min(PREPARE["block_k"], key), EXACT=_exact(q), SQUARES=squares is not None,
+        num_warps=PREPARE["warps"],
+    )  # fmt: skip
+    return wide, end
+
+
+def _exact(q: torch.Tensor) -> str:
+    return "ieee" if q.dtype == torch.float32 else "bf16x3"
+
+
 def _forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,45 +186,94 @@ def _forward(
     b: torch.Tensor,
     A_log: torch.Tensor,
     dt_bias: torch.Tensor,
-    plan: TilePlan,
     initial_state: torch.Tensor | None,
-    num_tiles_N: torch.Tensor | None,
+    plan: TilePlan,
+    stops: torch.Tensor,
     lower_bound: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    save: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Outputs and state; with ``save`` then Δ [T, H, V], M and A [2, tiles, H, 16, 16], states [groups, H, K, V]."""
     # Lazily: a machine without Triton runs the reference.
-    from k3rl.kernels.kda.kernel import invert_kernel, prepare_kernel, scan_kernel
+    from k3rl.kernels.kda.kernel import invert_kernel, scan_kernel
 
-    _check(q, k, v, z, b)
-    q, k, v, z, b = (x.contiguous() for x in (q, k, v, z, b))
     heads, key, value = q.shape[1], q.shape[2], v.shape[2]
     num, tiles = len(plan.cu_seqlens) - 1, len(plan.sequences)
-    exact = "ieee" if q.dtype == torch.float32 else "bf16x3"
-    wide = q.new_empty(3, tiles, heads, TILE, key)
     square = q.new_empty(2, tiles, heads, TILE, TILE)
-    end, lower, beta = (
-        q.new_empty(tiles, heads, *shape, dtype=torch.float32) for shape in ((key,), (TILE, TILE), (TILE,))
-    )
-    out = torch.empty_like(v)
-    final = q.new_empty(num, heads, key, value, dtype=torch.float32)
-    prepare: Any = prepare_kernel
-    prepare[(tiles * heads,)](
-        q, k, z, b, A_log.float().contiguous(), dt_bias.float().contiguous(),
-        plan.cu_seqlens, plan.first_tiles, plan.sequences,
-        wide[0], wide[1], wide[2], lower, beta, square[1], end, num, key**-0.5, lower_bound,
-        H=heads, K=key, BK=min(PREPARE["block_k"], key), EXACT=exact, num_warps=PREPARE["warps"],
-    )  # fmt: skip
+    lower, beta = (q.new_empty(tiles, heads, *shape, dtype=torch.float32) for shape in ((TILE, TILE), (TILE,)))
+    wide, end = _prepare(q, k, z, b, A_log, dt_bias, plan, lower_bound, (lower, beta, square[1]))
     invert: Any = invert_kernel
     invert[(-(-tiles * heads // INVERT["blocks"]),)](
         lower, beta, square[0], plan.first_tiles, num, H=heads, BLOCKS=INVERT["blocks"], num_warps=INVERT["warps"]
     )
+    out = torch.empty_like(v)
+    final = q.new_empty(num, heads, key, value, dtype=torch.float32)
+    delta, states = (torch.empty_like(v), q.new_empty(len(plan.groups), heads, key, value)) if save else (out, out)
     block_v = min(SCAN["block_v"], value)
     scan: Any = scan_kernel
     scan[(num * heads * (value // block_v),)](
         v, wide[0], wide[1], wide[2], square[0], square[1], end, out,
-        final if initial_state is None else initial_state.float().contiguous(), final,
-        plan.first_tiles.diff() if num_tiles_N is None else num_tiles_N.to(torch.int64),
-        plan.cu_seqlens, plan.first_tiles,
-        H=heads, K=key, V=value, BV=block_v, EXACT=exact, STAGES=SCAN["stages"], INITIAL=initial_state is not None,
-        num_warps=SCAN["warps"],
+        final if initial_state is None else initial_state.float().contiguous(), final, delta, states,
+        stops, plan.cu_seqlens, plan.first_tiles, plan.first_groups,
+        H=heads, K=key, V=value, BV=block_v, GROUP=GROUP, EXACT=_exact(q), STAGES=SCAN["stages"],
+        INITIAL=initial_state is not None, SAVE=save, num_warps=SCAN["warps"],
     )  # fmt: skip
-    return out, final
+    return out, final, delta, square, states
+
+
+def _backward(
+    d_out: torch.Tensor,
+    d_final: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    A_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    stops: torch.Tensor,
+    delta: torch.Tensor,
+    square: torch.Tensor,
+    states: torch.Tensor,
+    *,
+    plan: TilePlan,
+    lower_bound: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the eight tensors q to initial_state."""
+    from k3rl.kernels.kda.backward import factors_kernel, finish_kernel, reverse_kernel
+
+    heads, key, value = q.shape[1], q.shape[2], v.shape[2]
+    num, tiles = len(plan.cu_seqlens) - 1, len(plan.sequences)
+    d_out, d_final = d_out.contiguous(), d_final.contiguous()
+    wide, end = _prepare(q, k, z, b, A_log, dt_bias, plan, lower_bound, None)
+    d_q, d_k, d_v, d_z, d_b, d_states, d_initial = (torch.empty_like(x) for x in (q, k, v, z, b, states, d_final))
+    block_v = min(REVERSE["block_v"], value)
+    sizes = {"H": heads, "K": key, "EXACT": _exact(q)}
+    reverse: Any = reverse_kernel
+    reverse[(num * heads * (value // block_v),)](
+        d_out, wide[0], wide[1], wide[2], square[0], square[1], end, d_v, d_states, d_final, d_initial,
+        stops, plan.cu_seqlens, plan.first_tiles, plan.first_groups,
+        **sizes, V=value, BV=block_v, GROUP=GROUP, STAGES=REVERSE["stages"], num_warps=REVERSE["warps"],
+    )  # fmt: skip
+    d_wide, d_end = torch.empty_like(wide), torch.empty_like(end)
+    d_square = q.new_empty(2, tiles, heads, TILE, TILE, dtype=torch.float32)
+    block_k = min(FACTORS["block_k"], key)
+    factors: Any = factors_kernel
+    factors[(len(plan.groups) * heads * (key // block_k),)](
+        states, d_states, d_final, delta, d_out, d_v, wide[0], wide[1], wide[2], end,
+        d_wide[0], d_wide[1], d_wide[2], d_end, d_square[0], d_square[1],
+        plan.groups, stops, plan.cu_seqlens, plan.first_tiles, plan.first_groups, num,
+        **sizes, V=value, BK=block_k, GROUP=GROUP, num_warps=FACTORS["warps"],
+    )  # fmt: skip
+    d_rate, d_bias = (q.new_empty(tiles, heads, *shape, dtype=torch.float32) for shape in ((), (key,)))
+    finish: Any = finish_kernel
+    finish[(tiles * heads,)](
+        q, k, z, b, A_log.float().contiguous(), dt_bias.float().contiguous(),
+        plan.cu_seqlens, plan.first_tiles, plan.sequences,
+        d_wide[0], d_wide[1], d_wide[2], d_end, d_square[0], d_square[1],
+        d_q, d_k, d_z, d_b, d_rate, d_bias, num, key**-0.5, lower_bound,
+        **sizes, num_warps=FINISH["warps"],
+    )  # fmt: skip
+    # Summed over tiles in one order: no atomics.
+    shared = (d_rate.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype))
+    return d_q, d_k, d_v, d_z, d_b, *shared, None if initial_state is None else d_initial.to(initial_state.dtype)

@@ -24,27 +24,23 @@ def log_decay(z, rate, bias, lower_bound, valid):
 
 
 @triton.jit
-def decayed(q, k, g):
-    """Of some key channels of a tile: Q and K raised to and lowered from the tile's first row, and the way from there.
-
-    Args:
-        q: [R, BK] unit and scaled; k unit, g log decay; all float32, rows that do not count 0.
+def decays(g):
+    """How some key channels of a tile decay, from log decay [R, BK] float32 that is 0 in rows that do not count.
 
     Returns:
-        Q exp(c - c_1), K exp(c - c_1), K exp(c_1 - c), exp(c_1), exp(c_R - c_1) and exp(c_R).
+        exp(c - c_1) and exp(c_1 - c) [R, BK]; exp(c_1), exp(c_R - c_1) and exp(c_R) [BK].
     """
     rows = tl.arange(0, ROWS)
     c = tl.cumsum(g, 0)
     # Anchored at the first row: any other lies in some row's future, whose rounding would then depend on it.
     first = tl.sum(tl.where(rows[:, None] == 0, c, 0.0), 0)
     last = tl.sum(tl.where(rows[:, None] == ROWS - 1, c, 0.0), 0)
-    rise = tl.exp(c - first[None, :])
-    return q * rise, k * rise, k * tl.exp(first[None, :] - c), tl.exp(first), tl.exp(last - first), tl.exp(last)
+    return tl.exp(c - first[None, :]), tl.exp(first[None, :] - c), tl.exp(first), tl.exp(last - first), tl.exp(last)
 
 
 @triton.jit
 def advance(state, v, k_decay, q_decay, k_end, inverse, scores, end, D: tl.constexpr, EXACT: tl.constexpr):
-    """One tile: outputs [BV, R] and the state [BV, K] after it.
+    """One tile: outputs [BV, R], Δ [BV, R] and the state [BV, K] after it.
 
     Values are rows of everything here: the state is each product's left operand as it stands in registers, and no warp
     waits for another's part of it.
@@ -56,7 +52,7 @@ def advance(state, v, k_decay, q_decay, k_end, inverse, scores, end, D: tl.const
     delta = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=EXACT)
     delta = tl.dot((-held).to(D), tl.trans(inverse), acc=delta, input_precision=EXACT).to(D)
     out = tl.dot(delta, tl.trans(scores), acc=out, input_precision=EXACT)
-    return out, tl.dot(delta, k_end, acc=state * end[None, :], input_precision=EXACT)
+    return out, delta, tl.dot(delta, k_end, acc=state * end[None, :], input_precision=EXACT)
 
 
 @triton.jit
@@ -108,8 +104,9 @@ def prepare_kernel(
     K: tl.constexpr,
     BK: tl.constexpr,
     EXACT: tl.constexpr,
+    SQUARES: tl.constexpr,
 ):
-    """Factors of one tile of one head."""
+    """Factors of one tile of one head; without SQUARES those alone that are as wide as the keys."""
     tile, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     sequence = tl.load(sequences_ptr + tile)
     if sequence == num_sequences:
@@ -120,8 +117,6 @@ def prepare_kernel(
     valid = start + rows < tl.load(cu_seqlens_ptr + sequence + 1)
     # int64 where a tile begins, int32 inside of it: half the registers.
     block, begin = tile * H + head, start * H + head
-    b = tl.load(b_ptr + begin + rows * H, mask=valid, other=0.0).to(tl.float32)
-    beta = tl.where(valid, tl.sigmoid(b), 0.0)
     rate = tl.exp(tl.load(rate_ptr + head))
     # Few channels at a time: one warp holds them in registers, and warps never wait for one another.
     q_square, k_square = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
@@ -141,22 +136,27 @@ def prepare_kernel(
         k = tl.load(k_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32) * k_unit[:, None]
         z = tl.load(z_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32)
         g = log_decay(z, rate, tl.load(bias_ptr + head * K + keys), lower_bound, valid)
-        q_rise, k_rise, k_fall, to_first, span, end = decayed(q, k, g)
-        alike = tl.dot(k_rise, tl.trans(k_fall), acc=alike, input_precision=EXACT)
-        scores = tl.dot(q_rise, tl.trans(k_fall), acc=scores, input_precision=EXACT)
-        same += tl.sum(q * k, 1)
+        rise, fall, to_first, span, end = decays(g)
+        q_rise, k_rise, k_fall = q * rise, k * rise, k * fall
+        if SQUARES:
+            alike = tl.dot(k_rise, tl.trans(k_fall), acc=alike, input_precision=EXACT)
+            scores = tl.dot(q_rise, tl.trans(k_fall), acc=scores, input_precision=EXACT)
+            same += tl.sum(q * k, 1)
         whole = rows[:, None] * K + keys[None, :]
         tl.store(k_decay_ptr + block * (ROWS * K) + whole, (k_rise * to_first[None, :]).to(D))
         tl.store(q_decay_ptr + block * (ROWS * K) + whole, (q_rise * to_first[None, :]).to(D))
         tl.store(k_end_ptr + block * (ROWS * K) + whole, (k_fall * span[None, :]).to(D))
         tl.store(end_ptr + block * K + keys, end)
-    before = rows[:, None] > rows[None, :]
-    # The diagonal has no decay: it stays outside of the product, or gates get a gradient of pure rounding error.
-    diagonal = tl.where(rows[:, None] == rows[None, :], same[:, None], 0.0)
-    square = rows[:, None] * ROWS + rows[None, :]
-    tl.store(lower_ptr + block * (ROWS * ROWS) + square, tl.where(before, beta[:, None] * alike, 0.0))
-    tl.store(scores_ptr + block * (ROWS * ROWS) + square, tl.where(before, scores, diagonal).to(D))
-    tl.store(beta_ptr + block * ROWS + rows, beta)
+    if SQUARES:
+        b = tl.load(b_ptr + begin + rows * H, mask=valid, other=0.0).to(tl.float32)
+        beta = tl.where(valid, tl.sigmoid(b), 0.0)
+        before = rows[:, None] > rows[None, :]
+        # The diagonal has no decay: it stays outside of the product, or gates get a gradient of pure rounding error.
+        diagonal = tl.where(rows[:, None] == rows[None, :], same[:, None], 0.0)
+        square = rows[:, None] * ROWS + rows[None, :]
+        tl.store(lower_ptr + block * (ROWS * ROWS) + square, tl.where(before, beta[:, None] * alike, 0.0))
+        tl.store(scores_ptr + block * (ROWS * ROWS) + square, tl.where(before, scores, diagonal).to(D))
+        tl.store(beta_ptr + block * ROWS + rows, beta)
 
 
 @triton.jit
@@ -165,6 +165,7 @@ def scan_tiles(
     first,
     stop,
     first_tile,
+    first_group,
     start,
     limit,
     head,
@@ -177,11 +178,15 @@ def scan_tiles(
     scores_ptr,
     end_ptr,
     out_ptr,
+    delta_ptr,
+    states_ptr,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    GROUP: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
+    SAVE: tl.constexpr,
 ):
     """The state [BV, K] carried through tiles first to stop of one sequence, outputs written on the way."""
     D: tl.constexpr = k_decay_ptr.dtype.element_ty
@@ -193,7 +198,7 @@ def scan_tiles(
         begin, valid = (row * H + head) * V, (row + rows < limit)[:, None]
         wide, narrow = block * (ROWS * K), block * (ROWS * ROWS)
         v = tl.load(v_ptr + begin + at, mask=valid, other=0.0).to(D)
-        out, state = advance(
+        out, delta, after = advance(
             state,
             v,
             tl.load(k_decay_ptr + wide + whole),
@@ -206,6 +211,12 @@ def scan_tiles(
             EXACT,
         )
         tl.store(out_ptr + begin + at, tl.trans(out).to(out_ptr.dtype.element_ty), mask=valid)
+        if SAVE:
+            tl.store(delta_ptr + begin + at, tl.trans(delta), mask=valid)
+            if i % GROUP == 0:
+                group = (first_group + i // GROUP) * H + head
+                tl.store(states_ptr + group * (K * V) + keys[None, :] * V + values[:, None], state.to(D))
+        state = after
     return state
 
 
@@ -221,34 +232,44 @@ def scan_kernel(
     out_ptr,  # [T, H, V]
     initial_ptr,  # [N, H, K, V] float32, not read unless INITIAL
     final_ptr,  # [N, H, K, V] float32
+    delta_ptr,  # [T, H, V], written with SAVE alone
+    states_ptr,  # [groups, H, K, V] before each group of tiles, written with SAVE alone
     stops_ptr,  # [N] int64 tiles before the state that is returned
     cu_seqlens_ptr,
     first_tiles_ptr,
+    first_groups_ptr,  # [N + 1] int64
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    GROUP: tl.constexpr,
     EXACT: tl.constexpr,
     STAGES: tl.constexpr,
     INITIAL: tl.constexpr,
+    SAVE: tl.constexpr,
 ):
-    """Outputs of one sequence and head for a block of values, and the state after `stops` tiles."""
+    """Outputs of one sequence and head for a block of values, and the state after `stops` tiles.
+
+    With SAVE also what the backward wants of it: Δ, and the state before every group of GROUP tiles.
+    """
     blocks: tl.constexpr = V // BV
     pair = (tl.program_id(0) // blocks).to(tl.int64)
     sequence, head = pair // H, pair % H
     keys, values = tl.arange(0, K), (tl.program_id(0) % blocks) * BV + tl.arange(0, BV)
     start, limit = tl.load(cu_seqlens_ptr + sequence), tl.load(cu_seqlens_ptr + sequence + 1)
-    first_tile = tl.load(first_tiles_ptr + sequence)
+    first_tile, first_group = tl.load(first_tiles_ptr + sequence), tl.load(first_groups_ptr + sequence)
     num_tiles = (tl.load(first_tiles_ptr + sequence + 1) - first_tile).to(tl.int32)
     stop = tl.load(stops_ptr + sequence).to(tl.int32)
     at = pair * K * V + keys[None, :] * V + values[:, None]
     state = tl.load(initial_ptr + at) if INITIAL else tl.zeros([BV, K], tl.float32)
     state = scan_tiles(
-        state, 0, stop, first_tile, start, limit, head, values, v_ptr, k_decay_ptr, q_decay_ptr, k_end_ptr, inverse_ptr,
-        scores_ptr, end_ptr, out_ptr, H, K, V, EXACT, STAGES,
+        state, 0, stop, first_tile, first_group, start, limit, head, values, v_ptr, k_decay_ptr, q_decay_ptr,
+        k_end_ptr, inverse_ptr, scores_ptr, end_ptr, out_ptr, delta_ptr, states_ptr, H, K, V, GROUP, EXACT, STAGES,
+        SAVE,
     )  # fmt: skip
     tl.store(final_ptr + at, state)
     scan_tiles(
-        state, stop, num_tiles, first_tile, start, limit, head, values, v_ptr, k_decay_ptr, q_decay_ptr, k_end_ptr,
-        inverse_ptr, scores_ptr, end_ptr, out_ptr, H, K, V, EXACT, STAGES,
+        state, stop, num_tiles, first_tile, first_group, start, limit, head, values, v_ptr, k_decay_ptr, q_decay_ptr,
+        k_end_ptr, inverse_ptr, scores_ptr, end_ptr, out_ptr, delta_ptr, states_ptr, H, K, V, GROUP, EXACT, STAGES,
+        SAVE,
     )  # fmt: skip

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from k3rl.kernels.kda import TilePlan, kda_chunk, kda_packed, kda_recurrent
+from k3rl.kernels.kda import TilePlan, kda_chunk, kda_packed, kda_recurrent, kda_tiles
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
 H, K, V = 2, 16, 32  # K unlike V, so that a transposed state is a shape error
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
+NAMES = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "initial_state")
 SHIFTS = {"random": 0.0, "long memory": -8.5, "saturated": 12.0}
 
 
@@ -50,6 +51,41 @@ def _plan(*lengths: int) -> TilePlan:
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.norm())
+
+
+def _weights(lengths: Sequence[int], dtype: torch.dtype, width: int = K, scale: float = 1.0) -> list[torch.Tensor]:
+    """Gradients of outputs and of final states."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (sum(lengths), H, V), (len(lengths), H, width, V)
+    out, state = (scale * torch.randn(*shape, generator=generator) for shape in shapes)
+    return [out.to(dtype), state]
+
+
+def _gradients(inputs: list[Any], weights: list[torch.Tensor], run: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """Of the seven inputs and the initial state, through ``run``."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    results = run(*leaves[:7], initial_state=leaves[7], **options)
+    torch.autograd.backward(results, [w.to(x.dtype) for w, x in zip(weights, results, strict=True)])
+    return {name: x.grad for name, x in zip(NAMES, leaves, strict=True)}
+
+
+def _gradient_errors(
+    inputs: list[Any], lengths: Sequence[int], scale: float = 1.0, num_tiles: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Against float64: the recurrence for one sequence, the tiles for several."""
+    weights = _weights(lengths, inputs[0].dtype, inputs[0].shape[-1], scale)
+    plan, stops = _plan(*lengths), None if num_tiles is None else torch.tensor(num_tiles)
+    got = _gradients(inputs, weights, kda_chunk, plan=plan, num_tiles_N=stops)
+    form = kda_recurrent if len(lengths) == 1 and stops is None else kda_tiles
+    options = {"cu_seqlens": plan.cu_seqlens, "num_tiles_N": stops, "form": form}
+    want = _gradients(_doubled(inputs), weights, kda_packed, **options)
+    assert all(got[name].dtype == x.dtype for name, x in zip(NAMES, inputs, strict=True))
+    return {name: _error(got[name], want[name]) for name in NAMES}
+
+
+def _within(errors: dict[str, float], dtype: torch.dtype) -> bool:
+    # Each number of these two sums products of both signs, and a test has few numbers of them.
+    return all(e <= LIMIT[dtype] * (2.5 if name in ("b", "A_log") else 1) for name, e in errors.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -131,6 +167,108 @@ def test_an_overflowing_rate_gives_finite_outputs() -> None:
     assert _error(final, want[1]) <= 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 70])
+def test_gradients_are_the_recurrences_in_float64(length: int, dtype: torch.dtype) -> None:
+    errors = _gradient_errors([*_inputs(length, dtype), _state(1)], [length])
+    assert _within(errors, dtype), errors
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("regime", SHIFTS)
+def test_gradients_at_gates_of_every_regime_lose_no_digits(regime: str, dtype: torch.dtype) -> None:
+    errors = _gradient_errors([*_inputs(40, dtype, SHIFTS[regime], 64), _state(1, 64)], [40])
+    assert _within(errors, dtype), errors
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e6])
+def test_gradients_keep_their_digits_at_the_gates_bound_however_small_or_large(scale: float) -> None:
+    errors = _gradient_errors([*_inputs(20, shift=SHIFTS["saturated"]), _state(1)], [20], scale)
+    assert _within(errors, torch.float32), errors
+
+
+@pytest.mark.parametrize("num_tiles", [None, (0, 0, 4, 1, 0, 2)])
+def test_gradients_of_packed_sequences_and_of_a_state_at_any_tile(num_tiles: Sequence[int] | None) -> None:
+    lengths = (5, 0, 80, 16, 0, 33)
+    errors = _gradient_errors([*_inputs(sum(lengths)), _state(len(lengths))], lengths, num_tiles=num_tiles)
+    assert _within(errors, torch.float32), errors
+
+
+def test_gradients_of_a_text_that_repeats_itself() -> None:
+    inputs = _inputs(48, shift=-8.5)
+    inputs[1] = inputs[1][:1].expand(48, H, K).contiguous()
+    inputs[4] = torch.full_like(inputs[4], 7.0)
+    errors = _gradient_errors([*inputs, _state(1)], [48])
+    assert _within(errors, torch.float32), errors
+
+
+def test_gradients_are_finite_and_right_at_an_overflowing_rate_empty_rows_and_a_beta_of_zero() -> None:
+    inputs = [*_inputs(20), _state(1)]
+    inputs[5] = torch.tensor([100.0, 0.0])
+    inputs[0][3], inputs[1][5], inputs[4][7], inputs[4][8] = 0.0, 0.0, -200.0, 200.0
+    weights, plan = _weights([20], torch.float32), _plan(20)
+    got = _gradients(inputs, weights, kda_chunk, plan=plan)
+    want = _gradients(_doubled(inputs), weights, kda_packed, cu_seqlens=plan.cu_seqlens)
+    assert all(_error(got[name], want[name]) <= 1e-5 for name in NAMES)
+
+
+def test_gradients_of_a_packed_sequence_are_bitwise_what_they_are_alone() -> None:
+    lengths, begin = (1, 0, 17, 70, 16), 0
+    inputs, weights = [*_inputs(sum(lengths)), _state(len(lengths))], _weights(lengths, torch.float32)
+    packed = _gradients(inputs, weights, kda_chunk, plan=_plan(*lengths))
+    for n, length in enumerate(lengths):
+        rows, state = slice(begin, begin + length), slice(n, n + 1)
+        if length:
+            part = [*(x[rows] for x in inputs[:5]), *inputs[5:7], inputs[7][state]]
+            alone = _gradients(part, [weights[0][rows], weights[1][state]], kda_chunk, plan=_plan(length))
+            assert all(torch.equal(alone[name], packed[name][rows]) for name in NAMES[:5])
+            assert torch.equal(alone["initial_state"], packed["initial_state"][state])
+        else:
+            assert torch.equal(packed["initial_state"][state], weights[1][state])
+        begin += length
+
+
+@pytest.mark.parametrize("length", [15, 16, 33])
+def test_later_tokens_without_a_loss_change_no_bit_of_earlier_gradients(length: int) -> None:
+    inputs, weights = [*_inputs(50), _state(1)], _weights([50], torch.float32)
+    weights = [torch.cat([weights[0][:length], torch.zeros(50 - length, H, V)]), torch.zeros_like(weights[1])]
+    whole = _gradients(inputs, weights, kda_chunk, plan=_plan(50))
+    changed = [*(torch.cat([x[:length], -2 * x[length:]]) for x in inputs[:5]), *inputs[5:]]
+    others = _gradients(changed, weights, kda_chunk, plan=_plan(50))
+    shorter = [*_rows(inputs[:7], length), inputs[7]]
+    alone = _gradients(shorter, [weights[0][:length], weights[1]], kda_chunk, plan=_plan(length))
+    for name in NAMES[:5]:
+        assert torch.equal(whole[name][:length], others[name][:length])
+        assert torch.equal(whole[name][:length], alone[name])
+        assert not whole[name][length:].any()
+    assert torch.equal(whole["initial_state"], alone["initial_state"])
+
+
+def test_gradients_read_nothing_that_was_not_written_and_repeat_bitwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = (20, 0, 70)
+    inputs, weights = [*_inputs(90), _state(3)], _weights(lengths, torch.float32)
+    want = _gradients(inputs, weights, kda_chunk, plan=_plan(*lengths))
+
+    def poisoned(make: Any) -> Any:
+        def run(*args: Any, **options: Any) -> torch.Tensor:
+            made = make(*args, **options)
+            return made.fill_(torch.nan) if made.is_floating_point() else made
+
+        return run
+
+    for owner, name in ((torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    got = _gradients(inputs, weights, kda_chunk, plan=_plan(*lengths))
+    assert all(torch.equal(got[name], want[name]) for name in NAMES)
+
+
+def test_what_needs_no_gradient_gets_none() -> None:
+    inputs = _inputs(20)
+    inputs[2].requires_grad_()
+    kda_chunk(*inputs, plan=_plan(20))[0].sum().backward()
+    assert [x.grad is None for x in inputs] == [True, True, False, True, True, True, True]
+
+
 def test_what_the_kernels_do_not_take_is_named() -> None:
     inputs = _inputs(4)
     with pytest.raises(ValueError, match=r"\(K, V\) is \(12, 32\), supported is each one of"):
@@ -146,20 +284,24 @@ def test_what_the_kernels_do_not_take_is_named() -> None:
 COMPILE = """
 import json
 from k3rl.kernels.common.resources import compile_for_hopper
-from k3rl.kernels.kda import chunk, kernel
-wide = ("rate_ptr", "bias_ptr", "end_ptr", "lower_ptr", "beta_ptr", "initial_ptr", "final_ptr")
-types = {name: "*fp32" for name in wide}
-types |= {name: "*i64" for name in ("cu_seqlens_ptr", "first_tiles_ptr", "sequences_ptr", "stops_ptr")}
+from k3rl.kernels.kda import backward, chunk, kernel
+wide = "rate bias end lower beta initial final d_final d_initial d_end d_scores d_alike d_rate d_bias".split()
+types = {f"{name}_ptr": "*fp32" for name in wide}
+types |= {f"{name}_ptr": "*i64" for name in "cu_seqlens first_tiles first_groups sequences groups stops".split()}
 types |= {"num_sequences": "i32", "scale": "fp32", "lower_bound": "fp32"}
-def stack(function, constants, **options):
-    names = {n: "constexpr" if n in constants else types.get(n, "*bf16") for n in function.arg_names}
-    return compile_for_hopper(function, names, constants, **options).stack_bytes
-exact = {"H": 64, "K": 128, "EXACT": "bf16x3"}
-scan = {**exact, "V": 128, "BV": chunk.SCAN["block_v"], "STAGES": chunk.SCAN["stages"], "INITIAL": True}
+def stack(function, settings, **constants):
+    given = {k.upper().replace("BLOCK_", "B"): v for k, v in settings.items() if k != "warps"}
+    given |= {"H": 64, "K": 128, "V": 128, "EXACT": "bf16x3", "GROUP": chunk.GROUP, **constants}
+    given = {k: v for k, v in given.items() if k in function.arg_names}
+    names = {n: "constexpr" if n in given else types.get(n, "*bf16") for n in function.arg_names}
+    return compile_for_hopper(function, names, given, num_warps=settings["warps"]).stack_bytes
 print(json.dumps([
-    stack(kernel.prepare_kernel, {**exact, "BK": chunk.PREPARE["block_k"]}, num_warps=chunk.PREPARE["warps"]),
-    stack(kernel.invert_kernel, {"H": 64, "BLOCKS": chunk.INVERT["blocks"]}, num_warps=chunk.INVERT["warps"]),
-    stack(kernel.scan_kernel, scan, num_warps=chunk.SCAN["warps"]),
+    *(stack(kernel.prepare_kernel, chunk.PREPARE, SQUARES=squares) for squares in (False, True)),
+    stack(kernel.invert_kernel, chunk.INVERT),
+    *(stack(kernel.scan_kernel, chunk.SCAN, INITIAL=True, SAVE=save) for save in (False, True)),
+    stack(backward.reverse_kernel, chunk.REVERSE),
+    stack(backward.factors_kernel, chunk.FACTORS),
+    stack(backward.finish_kernel, chunk.FINISH),
 ]))
 """
 
@@ -168,4 +310,4 @@ def test_for_hopper_no_register_is_spilled() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout) == [0, 0, 0]
+    assert json.loads(result.stdout) == [0] * 8
