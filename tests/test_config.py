@@ -525,6 +525,7 @@ def test_the_schedule_of_context_lengths_is_k3s_and_reads_back() -> None:
         ("stages.8k.stepz=3", "unknown key 'stages.8k.stepz'. Did you mean 'stages.8k.steps'?"),
         ("stages.2m.steps=3", "needs a value for 'stages.2m.batch_tokens', 'stages.2m.dataset', 'stages.2m.length'"),
         ("stages.8k.length=1", "stages.8k.length: must be at least 2, got 1"),
+        ("stages={a/b: {dataset: x, length: 2, batch_tokens: 2, steps: 1}}", "stages.a/b: a name has letters, digits"),
         ("stages.8k.steps=0", "stages.8k.steps: must be at least 1, got 0"),
         ("stages.8k.lr=nan", "stages.8k.lr: must be at least 0, got nan"),
         ("stages.1m.batch_tokens=1000", "stages.1m.batch_tokens: must hold one sequence of length 1048576, got 1000"),

@@ -84,7 +84,7 @@ class Corpus:
         ConfigError: it has no sequence to learn from, or one that is longer than ``batch_tokens``.
     """
 
-    def __init__(self, path: Path, *, batch_tokens: int, seed: int) -> None:
+    def __init__(self, path: Path, *, batch_tokens: int, seed: tuple[int, ...]) -> None:
         import pyarrow as pa
 
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
@@ -137,7 +137,7 @@ class Corpus:
     @lru_cache(maxsize=2)  # noqa: B019 - a corpus lives as long as its stage
     def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Order of the sequences, and the token at which each begins."""
-        order = np.random.default_rng([self._seed, epoch]).permutation(self.num_sequences)
+        order = np.random.default_rng([*self._seed, epoch]).permutation(self.num_sequences)
         lengths = self._lengths[order]
         return order, np.cumsum(lengths) - lengths
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -274,7 +275,7 @@ class LearnerConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     micro_batch_tokens: int = 2048
-    """Real tokens in one forward of the learner; samples are sorted by length and never split."""
+    """Tokens in one forward of the learner. A longer sample is computed in pieces, exactly; best a multiple of 64."""
     threads: int = 2
     max_skipped_updates: int = 3
     """Stop after this many updates in a row that the non-finite guard refused."""
@@ -426,6 +427,7 @@ class SftJobConfig(JobConfig):
         _require_ranges(self, {"eval_every": (0, _MANY)})
         for name, stage in self.stages.items():
             key = f"stages.{name}"
+            _require(re.fullmatch(r"[\w-]+", name) is not None, key, "a name has letters, digits, _ and - only")
             _require(stage.length >= 2, f"{key}.length", f"must be at least 2, got {stage.length}")
             _require(stage.steps >= 1, f"{key}.steps", f"must be at least 1, got {stage.steps}")
             _require(stage.lr is None or 0 <= stage.lr < _MANY, f"{key}.lr", f"must be at least 0, got {stage.lr}")

@@ -165,7 +165,7 @@ class SftJob:
             rows = open_rows(dataset, f"stages.{name}.{key}")
             write_corpus(path, encode_dataset(rows, build_chat_format(self.config), stage.length))
             print(f"{name}: encoded {dataset} in {time.perf_counter() - started:.1f} s")
-        corpus = Corpus(path, batch_tokens=stage.batch_tokens, seed=self.config.seed + index)
+        corpus = Corpus(path, batch_tokens=stage.batch_tokens, seed=(self.config.seed, index))
         left_out = f", {corpus.num_left_out} rows left out (too long or empty)" if corpus.num_left_out else ""
         print(f"{name}: {key} has {corpus.num_sequences} sequences, {corpus.num_tokens} tokens{left_out}")
         return corpus

@@ -38,7 +38,7 @@ def test_every_sequence_is_read_once_an_epoch_in_a_new_order(
 ) -> None:
     path = tmp_path_factory.mktemp("corpus") / "c.arrow"
     write_corpus(path, make_sequences(lengths))
-    corpus = Corpus(path, batch_tokens=batch_tokens, seed=seed)
+    corpus = Corpus(path, batch_tokens=batch_tokens, seed=(seed,))
     kept = [i for i, n in enumerate(lengths) if n]
     assert (corpus.num_sequences, corpus.num_left_out) == (len(kept), len(lengths) - len(kept))
     steps = range(3 * sum(lengths) // batch_tokens + 1)
@@ -51,7 +51,7 @@ def test_every_sequence_is_read_once_an_epoch_in_a_new_order(
         total += sum(lengths[row] for row in rows)
         assert rows, "a batch without a sequence"
         assert (step + 1) * batch_tokens <= total < (step + 1) * batch_tokens + longest
-    again = Corpus(path, batch_tokens=batch_tokens, seed=seed)
+    again = Corpus(path, batch_tokens=batch_tokens, seed=(seed,))
     assert rows_of(again, range(len(steps) - 1, -1, -1))[::-1] == batches  # whatever was asked for before
     assert sorted(t.task.index for batch in corpus.in_order() for t in batch) == kept
 
@@ -60,7 +60,7 @@ def test_an_epoch_has_an_order_of_its_own_and_a_seed_too(tmp_path: Path) -> None
     write_corpus(tmp_path / "c.arrow", make_sequences([10] * 20))
     orders = []
     for seed in (0, 1):
-        read = list(itertools.chain(*rows_of(Corpus(tmp_path / "c.arrow", batch_tokens=10, seed=seed), range(60))))
+        read = list(itertools.chain(*rows_of(Corpus(tmp_path / "c.arrow", batch_tokens=10, seed=(seed,)), range(60))))
         orders += [tuple(read[at : at + 20]) for at in (0, 20, 40)]
     assert len(set(orders)) == 6
     assert list(range(20)) not in [list(order) for order in orders]
@@ -72,7 +72,7 @@ def test_what_is_learnt_becomes_actions_and_the_rest_their_context(
     monkeypatch.setattr(corpus_module, "GROUP_TOKENS", 16)  # several record batches
     sequences = make_sequences([9, 0, 7, 12, 1, 11])
     write_corpus(tmp_path / "c.arrow", sequences)
-    (batch,) = Corpus(tmp_path / "c.arrow", batch_tokens=40, seed=0).in_order()
+    (batch,) = Corpus(tmp_path / "c.arrow", batch_tokens=40, seed=(0,)).in_order()
     for trajectory in batch:
         source = sequences[trajectory.task.index]
         (path,) = trajectory.paths()
@@ -88,13 +88,13 @@ def test_what_is_learnt_becomes_actions_and_the_rest_their_context(
 def test_a_corpus_that_cannot_be_trained_on_says_why(tmp_path: Path) -> None:
     write_corpus(tmp_path / "empty.arrow", make_sequences([0, 0, 0]))
     with pytest.raises(ConfigError, match="no sequence to learn from; 3 rows"):
-        Corpus(tmp_path / "empty.arrow", batch_tokens=10, seed=0)
+        Corpus(tmp_path / "empty.arrow", batch_tokens=10, seed=(0,))
     write_corpus(tmp_path / "none.arrow", [])
     with pytest.raises(ConfigError, match="no sequence to learn from; 0 rows"):
-        Corpus(tmp_path / "none.arrow", batch_tokens=10, seed=0)
+        Corpus(tmp_path / "none.arrow", batch_tokens=10, seed=(0,))
     write_corpus(tmp_path / "long.arrow", make_sequences([11]))
     with pytest.raises(ConfigError, match="11 tokens, more than the 10"):
-        Corpus(tmp_path / "long.arrow", batch_tokens=10, seed=0)
+        Corpus(tmp_path / "long.arrow", batch_tokens=10, seed=(0,))
 
 
 def test_a_corpus_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
