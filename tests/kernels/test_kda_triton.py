@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from k3rl.config import load_model_config
 from k3rl.kernels.kda import TilePlan, kda_chunk, kda_packed, kda_recurrent, kda_tiles
+from k3rl.model.cache import ValueMemory
+from k3rl.model.kda import KdaMixer
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
+MODELS = Path(__file__).parents[2] / "configs" / "model"
 H, K, V = 2, 16, 32  # K unlike V, so that a transposed state is a shape error
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 NAMES = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "initial_state")
@@ -267,6 +274,34 @@ def test_what_needs_no_gradient_gets_none() -> None:
     inputs[2].requires_grad_()
     kda_chunk(*inputs, plan=_plan(20))[0].sum().backward()
     assert [x.grad is None for x in inputs] == [True, True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mixer_trains_through_the_kernels_as_through_the_reference(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(
+        load_model_config(MODELS / "k3_tiny.yaml"), kda_key_dim=K, kda_value_dim=V, num_heads=H
+    )
+    generator = torch.Generator().manual_seed(6)
+    mixer, bounds = KdaMixer(config, 0), torch.tensor([0, 5, 5, 38])
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    inputs, weights = torch.randn(2, 38, config.hidden_size, generator=generator)
+
+    def results(backend: str, dtype: torch.dtype) -> list[Any]:
+        monkeypatch.setenv("K3RL_KERNELS", backend)
+        layer = copy.deepcopy(mixer).to(dtype)
+        leaf = inputs.to(dtype).requires_grad_()
+        out = layer(leaf, ValueMemory.fresh(config, bounds))
+        out.backward(weights.to(dtype))
+        return [out.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+
+    want = results("reference", torch.float64)
+    got, plain = results("triton", dtype), results("reference", dtype)
+    for x, y, w in zip(got, plain, want, strict=True):
+        # In bf16 the projections round as well: the kernels may not add to that.
+        assert _error(x, w) <= max(2e-5 if dtype == torch.float32 else 0.0, 1.5 * _error(y, w))
 
 
 def test_what_the_kernels_do_not_take_is_named() -> None:
