@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
+import mmap
 import os
 import subprocess
 import sys
@@ -274,6 +276,38 @@ def test_what_needs_no_gradient_gets_none() -> None:
     inputs[2].requires_grad_()
     kda_chunk(*inputs, plan=_plan(20))[0].sum().backward()
     assert [x.grad is None for x in inputs] == [True, True, False, True, True, True, True]
+
+
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+
+
+def _sparse(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory where they are touched."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+def test_rows_whose_offset_needs_more_than_32_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # fla#1080: 2^31 elements from the first row to these; values reach 2^32.
+    length, far = 20, 2**31 // (H * K) + 8
+    inputs, weights = [*_inputs(length), _state(1)], _weights([length], torch.float32)
+    want = _gradients(inputs, weights, kda_chunk, plan=_plan(length))
+    out, _ = kda_chunk(*inputs[:7], initial_state=inputs[7], plan=_plan(length))
+
+    def shift(rows: torch.Tensor) -> torch.Tensor:
+        moved = _sparse((far + length, *rows.shape[1:]), rows.dtype)
+        moved[far:] = rows
+        return moved
+
+    monkeypatch.setattr(torch, "empty_like", lambda x: _sparse(x.shape, x.dtype))
+    plan = dataclasses.replace(_plan(length), cu_seqlens=torch.tensor([far, far + length]))
+    leaves = [shift(x).requires_grad_() if i < 5 else x.clone().requires_grad_() for i, x in enumerate(inputs)]
+    moved, final = kda_chunk(*leaves[:7], initial_state=leaves[7], plan=plan)
+    got = torch.autograd.grad([moved, final], leaves, [shift(weights[0]), weights[1]])
+    assert torch.equal(moved[far:], out)
+    for i, name in enumerate(NAMES):
+        assert torch.equal(got[i][far:] if i < 5 else got[i], want[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
