@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import torch
 
-from k3rl.kernels.kda import conv_plan
+from k3rl.kernels.kda import TilePlan, conv_plan
 from k3rl.kernels.kda.reference import TILE
 
 if TYPE_CHECKING:
@@ -239,6 +239,7 @@ class Layout:
 
     cu_seqlens: torch.Tensor
     conv: tuple[torch.Tensor, torch.Tensor]
+    tiles: TilePlan  # of the new rows, where none comes before them
     kda_in: torch.Tensor  # [N, P] open rows, then new rows, then the zero row
     kda_out: torch.Tensor  # [T] position of each token in [N * P]
     kda_open: torch.Tensor  # [N, tile] rows that stay open
@@ -277,6 +278,7 @@ class Layout:
         return Layout(
             cu_seqlens=cu_seqlens,
             conv=conv_plan(cu_seqlens, config.conv_kernel),
+            tiles=TilePlan.make(cu_seqlens, total),
             kda_in=source(torch.arange(padded, device=device).expand(num, padded)),
             kda_out=sequence_T * padded + held[sequence_T] + local_T,
             kda_open=source(full.unsqueeze(1) * tile + torch.arange(tile, device=device)),

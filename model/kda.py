@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import nn
 
+from k3rl.kernels.common import choose_backend
 from k3rl.kernels.kda import (
     conv_decode,
+    kda_chunk,
     kda_decode,
     kda_gate,
     kda_softplus_gate,
@@ -72,13 +74,17 @@ class KdaMixer(nn.Module):
     def forward(self, inputs_TD: torch.Tensor, memory: Memory) -> torch.Tensor:
         """Mix [T, D], reading and writing this layer's part of the cache."""
         layout, before = memory.layout, memory.read_kda(self.slot)
-        rows_THX, window = self._project(inputs_TD, layout, before)
-        if isinstance(before, KdaRows) and layout.decode:
-            out_THV, state, kept = self._decode(rows_THX, layout, before)
+        mixed_TC, window = self._convolve(inputs_TD, layout, before)
+        if before is None and self.bound is not None and choose_backend(inputs_TD) == "triton":
+            out_THV = self._fused(inputs_TD, mixed_TC, layout, self.bound)
         else:
-            out_THV, state, kept = self._tiles(rows_THX, layout, before)
-        if isinstance(before, KdaRows):
-            memory.write_kda(self.slot, KdaRows(state, kept, window))
+            rows_THX = self._rows(inputs_TD, mixed_TC)
+            if isinstance(before, KdaRows) and layout.decode:
+                out_THV, state, kept = self._decode(rows_THX, layout, before)
+            else:
+                out_THV, state, kept = self._tiles(rows_THX, layout, before)
+            if isinstance(before, KdaRows):
+                memory.write_kda(self.slot, KdaRows(state, kept, window))
         gate = torch.sigmoid(self.g_proj(inputs_TD))
         normed = self.o_norm(out_THV.to(inputs_TD.dtype)).reshape(len(inputs_TD), self.heads * self.value_dim)
         return self.o_proj(normed * gate)
@@ -122,28 +128,38 @@ class KdaMixer(nn.Module):
         kept = source.index_select(0, layout.kda_open.flatten())[..., self.key_dim :]
         return out_THV, state, kept.view(num, self.tile, self.heads, width - self.key_dim)
 
-    def _project(
+    def _fused(self, inputs_TD: torch.Tensor, mixed_TC: torch.Tensor, layout: Layout, bound: float) -> torch.Tensor:
+        """Outputs [T, H, V] of sequences that begin and end here, norms and gate inside the kernels."""
+        q, k, v = (x.to(inputs_TD.dtype) for x in self._activate(mixed_TC))
+        z = self.f_b_proj(self.f_a_proj(inputs_TD)).view_as(q)
+        dt_bias = self.dt_bias.view(self.heads, self.key_dim)
+        b = self.b_proj(inputs_TD)
+        return kda_chunk(q, k, v, z, b, self.A_log, dt_bias, plan=layout.tiles, lower_bound=bound)[0]
+
+    def _convolve(
         self, inputs_TD: torch.Tensor, layout: Layout, before: KdaPast | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [T, H, q | k | v | g | beta], at least float32, and the next convolution window."""
+        """Rows [T, q | k | v] after the convolution, and its next window."""
         # One product with the joined weights costs less than three products and joining their results.
         qkv = nn.functional.linear(inputs_TD, torch.cat([self.q_proj.weight, self.k_proj.weight, self.v_proj.weight]))
         filters = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]).squeeze(1)
         if isinstance(before, KdaRows) and layout.decode:
-            mixed, window = conv_decode(qkv, filters, before.window)
-        else:
-            window = None if before is None else before.window_before(qkv)
-            mixed, window = short_conv(qkv, filters, layout.cu_seqlens, window, layout.conv)
-        wide = torch.promote_types(inputs_TD.dtype, torch.float32)
-        keys = self.heads * self.key_dim
-        q, k, v = nn.functional.silu(mixed.to(wide)).split([keys, keys, self.heads * self.value_dim], dim=-1)
-        shape = (len(inputs_TD), self.heads, self.key_dim)
-        q = l2norm(q.reshape(shape)) * self.key_dim**-0.5
-        k = l2norm(k.reshape(shape))
-        g = self.log_decay(inputs_TD)
-        beta = torch.sigmoid(self.b_proj(inputs_TD).to(wide)).unsqueeze(-1)
-        v = v.reshape(len(inputs_TD), self.heads, self.value_dim)
-        return torch.cat([q, k, v, g, beta], dim=-1), window
+            return conv_decode(qkv, filters, before.window)
+        window = None if before is None else before.window_before(qkv)
+        return short_conv(qkv, filters, layout.cu_seqlens, window, layout.conv)
+
+    def _activate(self, mixed_TC: torch.Tensor) -> list[torch.Tensor]:
+        """q, k [T, H, K] and v [T, H, V] without their norms, at least float32."""
+        keys, shape = self.heads * self.key_dim, (len(mixed_TC), self.heads, -1)
+        wide = mixed_TC.to(torch.promote_types(mixed_TC.dtype, torch.float32))
+        parts = nn.functional.silu(wide).split([keys, keys, self.heads * self.value_dim], dim=-1)
+        return [x.reshape(shape) for x in parts]
+
+    def _rows(self, inputs_TD: torch.Tensor, mixed_TC: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H, q | k | v | g | beta], at least float32."""
+        q, k, v = self._activate(mixed_TC)
+        beta = torch.sigmoid(self.b_proj(inputs_TD).to(v.dtype)).unsqueeze(-1)
+        return torch.cat([l2norm(q) * self.key_dim**-0.5, l2norm(k), v, self.log_decay(inputs_TD), beta], dim=-1)
 
     def log_decay(self, inputs_TD: torch.Tensor) -> torch.Tensor:
         """Log decay [T, H, K] of each token, at least float32, at most 0."""

@@ -10,7 +10,7 @@ the state after it the reverse scan's, and what lies between is formed again. Fo
 import triton
 import triton.language as tl
 
-from k3rl.kernels.kda.kernel import ROWS, decays, log_decay
+from k3rl.kernels.kda.kernel import ROWS, decays, gate_rows
 
 
 @triton.jit
@@ -163,6 +163,7 @@ def factors_kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     EXACT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Gradients of the factors of a group's tiles, for one head and a block of key channels."""
     blocks: tl.constexpr = K // BK
@@ -182,46 +183,39 @@ def factors_kernel(
     whole, square = rows[:, None] * K + keys[None, :], rows[:, None] * ROWS + rows[None, :]
     at, across = (rows * (H * V))[:, None] + values[None, :], keys[:, None] * V + values[None, :]
     d_state = tl.load(d_states_ptr + pair * (K * V) + across).to(tl.float32)
-    for step in range(count):
+    for step in tl.range(0, count, num_stages=1):
         i = first + count - 1 - step
+        if (i + 1 == stop) & (step > 0):
+            d_state += tl.load(d_final_ptr + (sequence * H + head) * (K * V) + across)
         # From the group's first state again: to keep every state of the group would cost more than its few products.
         state = tl.load(states_ptr + pair * (K * V) + across).to(tl.float32)
-        for j in range(first, i):
+        for j in tl.range(first, i, num_stages=STAGES):
             block, row = (first_tile + j) * H + head, start + j * ROWS
             delta = tl.load(delta_ptr + (row * H + head) * V + at, mask=(row + rows < limit)[:, None], other=0.0)
             k_end = tl.load(k_end_ptr + block * (ROWS * K) + whole)
             end = tl.load(end_ptr + block * K + keys)
             state = tl.dot(tl.trans(k_end), delta, acc=state * end[:, None], input_precision=EXACT)
-        if (i + 1 == stop) & (step > 0):
-            d_state += tl.load(d_final_ptr + (sequence * H + head) * (K * V) + across)
         block, row = (first_tile + i) * H + head, start + i * ROWS
         begin, valid = (row * H + head) * V, (row + rows < limit)[:, None]
         wide, narrow = block * (ROWS * K), block * (ROWS * ROWS)
-        delta = tl.load(delta_ptr + begin + at, mask=valid, other=0.0)
         d_out = tl.load(d_out_ptr + begin + at, mask=valid, other=0.0).to(D)
         d_error = tl.load(d_v_ptr + begin + at, mask=valid, other=0.0)
-        d_q_decay = tl.dot(state.to(D), tl.trans(d_out), input_precision=EXACT)
-        d_k_decay = -tl.dot(state.to(D), tl.trans(d_error), input_precision=EXACT)
-        d_k_end = tl.dot(d_state.to(D), tl.trans(delta), input_precision=EXACT)
-        tl.store(d_q_decay_ptr + wide + whole, tl.trans(d_q_decay).to(D))
-        tl.store(d_k_decay_ptr + wide + whole, tl.trans(d_k_decay).to(D))
-        tl.store(d_k_end_ptr + wide + whole, tl.trans(d_k_end).to(D))
+        delta = tl.load(delta_ptr + begin + at, mask=valid, other=0.0)
         tl.store(d_end_ptr + block * K + keys, tl.sum(state * d_state, 1))
+        narrow_state = state.to(D)
+        d_q_decay = tl.dot(narrow_state, tl.trans(d_out), input_precision=EXACT)
+        d_k_decay = -tl.dot(narrow_state, tl.trans(d_error), input_precision=EXACT)
+        tl.store(d_q_decay_ptr + wide + whole, tl.trans(d_q_decay.to(D)))
+        tl.store(d_k_decay_ptr + wide + whole, tl.trans(d_k_decay.to(D)))
+        d_k_end = tl.dot(d_state.to(D), tl.trans(delta), input_precision=EXACT)
+        tl.store(d_k_end_ptr + wide + whole, tl.trans(d_k_end.to(D)))
         if part == 0:
             tl.store(d_scores_ptr + narrow + square, tl.dot(d_out, tl.trans(delta), input_precision=EXACT))
             tl.store(d_alike_ptr + narrow + square, -tl.dot(d_error, tl.trans(delta), input_precision=EXACT))
         end = tl.load(end_ptr + block * K + keys)
-        d_state = d_state * end[:, None]
         q_decay, k_decay = tl.load(q_decay_ptr + wide + whole), tl.load(k_decay_ptr + wide + whole)
-        d_state = tl.dot(tl.trans(q_decay), d_out, acc=d_state, input_precision=EXACT)
+        d_state = tl.dot(tl.trans(q_decay), d_out, acc=d_state * end[:, None], input_precision=EXACT)
         d_state = tl.dot(tl.trans(-k_decay), d_error, acc=d_state, input_precision=EXACT)
-
-
-@triton.jit
-def through_norm(unit, d, length, scale):
-    """Gradient [R, K] of rows x, when that of ``unit`` = x length scale is d and length [R] is one over x's norm."""
-    along = tl.sum(unit * d, 1) / (scale * scale)
-    return (length * scale)[:, None] * (d - unit * along[:, None])
 
 
 @triton.jit
@@ -252,23 +246,23 @@ def finish_kernel(
     lower_bound,
     H: tl.constexpr,
     K: tl.constexpr,
+    BK: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """From gradients of one tile's factors to those of its inputs."""
     tile, head = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     block = tile * H + head
-    rows, keys = tl.arange(0, ROWS), tl.arange(0, K)
+    rows = tl.arange(0, ROWS)
     sequence = tl.load(sequences_ptr + tile)
     if sequence == num_sequences:
         tl.store(d_rate_ptr + block, 0.0)
-        tl.store(d_bias_ptr + block * K + keys, tl.zeros([K], tl.float32))
+        tl.store(d_bias_ptr + block * K + tl.arange(0, K), tl.zeros([K], tl.float32))
         return
     start = tl.load(cu_seqlens_ptr + sequence) + (tile - tl.load(first_tiles_ptr + sequence)) * ROWS
     limit = tl.load(cu_seqlens_ptr + sequence + 1)
     valid = start + rows < limit
     begin = start * H + head
-    at, counts = (rows * (H * K))[:, None] + keys[None, :], valid[:, None]
-    wide, narrow = block * (ROWS * K) + rows[:, None] * K + keys[None, :], rows[:, None] * ROWS + rows[None, :]
+    counts, narrow = valid[:, None], rows[:, None] * ROWS + rows[None, :]
     d_scores = tl.load(d_scores_ptr + block * (ROWS * ROWS) + narrow)
     d_alike = tl.load(d_alike_ptr + block * (ROWS * ROWS) + narrow)
     same = rows[:, None] == rows[None, :]
@@ -285,42 +279,65 @@ def finish_kernel(
     power = tl.where(power == 0.0, 1.0, power)
     d_scores, d_alike = d_scores / power, d_alike / power
 
-    rate, bias = tl.exp(tl.load(rate_ptr + head)), tl.load(bias_ptr + head * K + keys)
-    z = tl.load(z_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
-    rise, fall, to_first, span, end = decays(log_decay(z, rate, bias, lower_bound, valid))
-    q = tl.load(q_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
-    k = tl.load(k_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
-    q_length, k_length = tl.rsqrt(tl.sum(q * q, 1) + 1e-6), tl.rsqrt(tl.sum(k * k, 1) + 1e-6)
-    q, k = q * (q_length * scale)[:, None], k * k_length[:, None]
-    k_fall = k * fall
-    d_q = rise * tl.dot(d_scores, k_fall, input_precision=EXACT) * power
-    d_q += rise * to_first[None, :] * tl.load(d_q_decay_ptr + wide).to(tl.float32)
-    d_c = q * d_q
-    d_q = through_norm(q, d_q + d_same * k, q_length, scale)
-    tl.store(d_q_ptr + begin * K + at, d_q.to(d_q_ptr.dtype.element_ty), mask=counts)
-    d_right = tl.dot(tl.trans(d_scores), q * rise, input_precision=EXACT)
-    d_right = tl.dot(tl.trans(d_alike), k * rise, acc=d_right, input_precision=EXACT)
-    d_right = fall * d_right * power
-    d_left = rise * tl.dot(d_alike, k_fall, input_precision=EXACT) * power
-    d_left += rise * to_first[None, :] * tl.load(d_k_decay_ptr + wide).to(tl.float32)
-    d_c += k * (d_left - d_right)
-    d_k = d_left + d_right + d_same * q
-    d_last = fall * span[None, :] * tl.load(d_k_end_ptr + wide).to(tl.float32)
     # Nothing decays between the last row and the tile's end, nor does rounding error of it have to cancel.
-    last = (rows == ROWS - 1) | (start + rows == limit - 1)
-    d_fall = tl.where(last[:, None], 0.0, k * d_last)
-    d_k = through_norm(k, d_k + d_last, k_length, 1.0)
-    tl.store(d_k_ptr + begin * K + at, d_k.to(d_k_ptr.dtype.element_ty), mask=counts)
-    to_last = tl.sum(d_fall, 0) + end * tl.load(d_end_ptr + block * K + keys)
-    d_g = tl.cumsum(d_c - d_fall, 0, reverse=True) + to_last[None, :]
-    # Read again: it was needed long ago.
-    shifted = tl.load(z_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32) + bias[None, :]
-    inner = tl.where(shifted == 0.0, 0.0, rate * shifted)
-    # Where the sigmoid is flat the gradient is 0, however large the rate.
-    slope = tl.sigmoid(inner) * tl.sigmoid(-inner)
-    moves = (slope != 0.0) & counts
-    d_inner = lower_bound * slope * d_g
-    d_z = d_inner * tl.where(moves, rate, 0.0)
-    tl.store(d_z_ptr + begin * K + at, d_z.to(d_z_ptr.dtype.element_ty), mask=counts)
-    tl.store(d_bias_ptr + block * K + keys, tl.sum(d_z, 0))
-    tl.store(d_rate_ptr + block, tl.sum(tl.sum(d_inner * tl.where(moves, inner, 0.0), 1), 0))
+    last = ((rows == ROWS - 1) | (start + rows == limit - 1))[:, None]
+    rate, d_rate = tl.exp(tl.load(rate_ptr + head)), 0.0
+    q_square, k_square = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for part in range(K // BK):
+        at = (rows * (H * K))[:, None] + (part * BK + tl.arange(0, BK))[None, :]
+        q = tl.load(q_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
+        k = tl.load(k_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
+        q_square += tl.sum(q * q, 1)
+        k_square += tl.sum(k * k, 1)
+    q_length, k_length = tl.rsqrt(q_square + 1e-6), tl.rsqrt(k_square + 1e-6)
+    q_along, k_along = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for part in range(K // BK):
+        keys = part * BK + tl.arange(0, BK)
+        at = (rows * (H * K))[:, None] + keys[None, :]
+        wide = block * (ROWS * K) + rows[:, None] * K + keys[None, :]
+        z = tl.load(z_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + head * K + keys)
+        gate, slope = gate_rows(z, rate, bias)
+        rise, fall, to_first, span, end = decays(gate, lower_bound, valid)
+        q = tl.load(q_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32) * (q_length * scale)[:, None]
+        k = tl.load(k_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32) * k_length[:, None]
+        decay = rise * to_first[None, :]
+        # The power of two comes last: it is what keeps the product before it in range.
+        d_q = rise * tl.dot(d_scores, k * fall, input_precision=EXACT) * power
+        d_q += decay * tl.load(d_q_decay_ptr + wide).to(tl.float32)
+        d_left = rise * tl.dot(d_alike, k * fall, input_precision=EXACT) * power
+        d_left += decay * tl.load(d_k_decay_ptr + wide).to(tl.float32)
+        d_right = tl.dot(tl.trans(d_scores), q * rise, input_precision=EXACT)
+        d_right = tl.dot(tl.trans(d_alike), k * rise, acc=d_right, input_precision=EXACT)
+        d_right = fall * d_right * power
+        d_last = fall * span[None, :] * tl.load(d_k_end_ptr + wide).to(tl.float32)
+        d_fall = tl.where(last, 0.0, k * d_last)
+        to_last = tl.sum(d_fall, 0) + end * tl.load(d_end_ptr + block * K + keys)
+        d_g = tl.cumsum(q * d_q + k * (d_left - d_right) - d_fall, 0, reverse=True) + to_last[None, :]
+        d_q += d_same * k
+        d_k = d_left + d_right + d_last + d_same * q
+        q_along += tl.sum(q * d_q, 1)
+        k_along += tl.sum(k * d_k, 1)
+        tl.store(d_q_ptr + begin * K + at, d_q.to(d_q_ptr.dtype.element_ty), mask=counts)
+        tl.store(d_k_ptr + begin * K + at, d_k.to(d_k_ptr.dtype.element_ty), mask=counts)
+        # Where the sigmoid is flat the gradient is 0, however large the rate.
+        moves = (slope != 0.0) & counts
+        d_inner = lower_bound * slope * d_g
+        d_z = d_inner * tl.where(moves, rate, 0.0)
+        tl.store(d_z_ptr + begin * K + at, d_z.to(d_z_ptr.dtype.element_ty), mask=counts)
+        tl.store(d_bias_ptr + block * K + keys, tl.sum(d_z, 0))
+        d_rate += tl.sum(tl.sum(d_z * (z + bias[None, :]), 1), 0)
+    tl.store(d_rate_ptr + block, d_rate)
+    # What a row would gain along itself its norm takes away; that is known now that all channels are.
+    q_along /= scale * scale
+    tl.debug_barrier()
+    for part in range(K // BK):
+        at = (rows * (H * K))[:, None] + (part * BK + tl.arange(0, BK))[None, :]
+        q = tl.load(q_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32) * (q_length * scale)[:, None]
+        d_q = tl.load(d_q_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
+        d_q = (q_length * scale)[:, None] * (d_q - q * q_along[:, None])
+        tl.store(d_q_ptr + begin * K + at, d_q.to(d_q_ptr.dtype.element_ty), mask=counts)
+        k = tl.load(k_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32) * k_length[:, None]
+        d_k = tl.load(d_k_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
+        d_k = k_length[:, None] * (d_k - k * k_along[:, None])
+        tl.store(d_k_ptr + begin * K + at, d_k.to(d_k_ptr.dtype.element_ty), mask=counts)

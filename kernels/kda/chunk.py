@@ -22,8 +22,8 @@ SCAN = {"block_v": 64, "warps": 4, "stages": 4}
 GROUP = 4
 """Tiles from one state that the forward keeps for the backward to the next."""
 REVERSE = {"block_v": 64, "warps": 4, "stages": 4}
-FACTORS = {"block_k": 64, "warps": 8}
-FINISH = {"warps": 8}
+FACTORS = {"block_k": 64, "warps": 4, "stages": 1}
+FINISH = {"block_k": 16, "warps": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ def _backward(
         states, d_states, d_final, delta, d_out, d_v, wide[0], wide[1], wide[2], end,
         d_wide[0], d_wide[1], d_wide[2], d_end, d_square[0], d_square[1],
         plan.groups, stops, plan.cu_seqlens, plan.first_tiles, plan.first_groups, num,
-        **sizes, V=value, BK=block_k, GROUP=GROUP, num_warps=FACTORS["warps"],
+        **sizes, V=value, BK=block_k, GROUP=GROUP, STAGES=FACTORS["stages"], num_warps=FACTORS["warps"],
     )  # fmt: skip
     d_rate, d_bias = (q.new_empty(tiles, heads, *shape, dtype=torch.float32) for shape in ((), (key,)))
     finish: Any = finish_kernel
@@ -272,7 +272,7 @@ def _backward(
         plan.cu_seqlens, plan.first_tiles, plan.sequences,
         d_wide[0], d_wide[1], d_wide[2], d_end, d_square[0], d_square[1],
         d_q, d_k, d_z, d_b, d_rate, d_bias, num, key**-0.5, lower_bound,
-        **sizes, num_warps=FINISH["warps"],
+        **sizes, BK=FINISH["block_k"], num_warps=FINISH["warps"],
     )  # fmt: skip
     # Summed over tiles in one order: no atomics.
     shared = (d_rate.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype))

@@ -12,30 +12,39 @@ import triton
 import triton.language as tl
 
 ROWS = tl.constexpr(16)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def log_decay(z, rate, bias, lower_bound, valid):
-    """Gate of rows [R, K]; a row that does not count does not decay."""
+def gate_rows(z, rate, bias):
+    """The gate's sigmoid of rows [R, K], and its derivative."""
     shifted = z + bias[None, :]
     # exp(A_log) = inf times a shift of exactly 0 is 0, the limit of every finite rate.
     inner = tl.where(shifted == 0.0, 0.0, rate * shifted)
-    return tl.where(valid[:, None], lower_bound * tl.sigmoid(inner), 0.0)
+    # One exponential that cannot overflow, for both; either end of the sigmoid keeps its digits.
+    small = tl.exp(-tl.abs(inner))
+    large = 1.0 / (1.0 + small)
+    return tl.where(inner < 0.0, small * large, large), small * large * large
 
 
 @triton.jit
-def decays(g):
-    """How some key channels of a tile decay, from log decay [R, BK] float32 that is 0 in rows that do not count.
+def decays(gate, lower_bound, valid):
+    """How some key channels of a tile decay; rows that do not count do not.
+
+    Args:
+        gate: [R, BK], whose product with lower_bound is the log decay.
 
     Returns:
         exp(c - c_1) and exp(c_1 - c) [R, BK]; exp(c_1), exp(c_R - c_1) and exp(c_R) [BK].
     """
     rows = tl.arange(0, ROWS)
-    c = tl.cumsum(g, 0)
+    # In powers of two, which the GPU has.
+    c = tl.cumsum(tl.where(valid[:, None], gate * (lower_bound * LOG2_E), 0.0), 0)
     # Anchored at the first row: any other lies in some row's future, whose rounding would then depend on it.
     first = tl.sum(tl.where(rows[:, None] == 0, c, 0.0), 0)
     last = tl.sum(tl.where(rows[:, None] == ROWS - 1, c, 0.0), 0)
-    return tl.exp(c - first[None, :]), tl.exp(first[None, :] - c), tl.exp(first), tl.exp(last - first), tl.exp(last)
+    rise, fall = tl.exp2(c - first[None, :]), tl.exp2(first[None, :] - c)
+    return rise, fall, tl.exp2(first), tl.exp2(last - first), tl.exp2(last)
 
 
 @triton.jit
@@ -135,8 +144,8 @@ def prepare_kernel(
         q = tl.load(q_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32) * q_unit[:, None]
         k = tl.load(k_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32) * k_unit[:, None]
         z = tl.load(z_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32)
-        g = log_decay(z, rate, tl.load(bias_ptr + head * K + keys), lower_bound, valid)
-        rise, fall, to_first, span, end = decays(g)
+        gate, _ = gate_rows(z, rate, tl.load(bias_ptr + head * K + keys))
+        rise, fall, to_first, span, end = decays(gate, lower_bound, valid)
         q_rise, k_rise, k_fall = q * rise, k * rise, k * fall
         if SQUARES:
             alike = tl.dot(k_rise, tl.trans(k_fall), acc=alike, input_precision=EXACT)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
+import math
+import mmap
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from k3rl.config import load_model_config
 from k3rl.kernels.kda import TilePlan, kda_chunk, kda_packed, kda_recurrent, kda_tiles
+from k3rl.model.cache import ValueMemory
+from k3rl.model.kda import KdaMixer
 
 pytestmark = pytest.mark.usefixtures("triton_kernels")
+MODELS = Path(__file__).parents[2] / "configs" / "model"
 H, K, V = 2, 16, 32  # K unlike V, so that a transposed state is a shape error
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 NAMES = ("q", "k", "v", "z", "b", "A_log", "dt_bias", "initial_state")
@@ -267,6 +276,66 @@ def test_what_needs_no_gradient_gets_none() -> None:
     inputs[2].requires_grad_()
     kda_chunk(*inputs, plan=_plan(20))[0].sum().backward()
     assert [x.grad is None for x in inputs] == [True, True, False, True, True, True, True]
+
+
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+
+
+def _sparse(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory where they are touched."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
+
+
+def test_rows_whose_offset_needs_more_than_32_bits_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # fla#1080: 2^31 elements from the first row to these; values reach 2^32.
+    length, far = 20, 2**31 // (H * K) + 8
+    inputs, weights = [*_inputs(length), _state(1)], _weights([length], torch.float32)
+    want = _gradients(inputs, weights, kda_chunk, plan=_plan(length))
+    out, _ = kda_chunk(*inputs[:7], initial_state=inputs[7], plan=_plan(length))
+
+    def shift(rows: torch.Tensor) -> torch.Tensor:
+        moved = _sparse((far + length, *rows.shape[1:]), rows.dtype)
+        moved[far:] = rows
+        return moved
+
+    monkeypatch.setattr(torch, "empty_like", lambda x: _sparse(x.shape, x.dtype))
+    plan = dataclasses.replace(_plan(length), cu_seqlens=torch.tensor([far, far + length]))
+    leaves = [shift(x).requires_grad_() if i < 5 else x.clone().requires_grad_() for i, x in enumerate(inputs)]
+    moved, final = kda_chunk(*leaves[:7], initial_state=leaves[7], plan=plan)
+    got = torch.autograd.grad([moved, final], leaves, [shift(weights[0]), weights[1]])
+    assert torch.equal(moved[far:], out)
+    for i, name in enumerate(NAMES):
+        assert torch.equal(got[i][far:] if i < 5 else got[i], want[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mixer_trains_through_the_kernels_as_through_the_reference(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(
+        load_model_config(MODELS / "k3_tiny.yaml"), kda_key_dim=K, kda_value_dim=V, num_heads=H
+    )
+    generator = torch.Generator().manual_seed(6)
+    mixer, bounds = KdaMixer(config, 0), torch.tensor([0, 5, 5, 38])
+    for parameter in mixer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    inputs, weights = torch.randn(2, 38, config.hidden_size, generator=generator)
+
+    def results(backend: str, dtype: torch.dtype) -> list[Any]:
+        monkeypatch.setenv("K3RL_KERNELS", backend)
+        layer = copy.deepcopy(mixer).to(dtype)
+        leaf = inputs.to(dtype).requires_grad_()
+        out = layer(leaf, ValueMemory.fresh(config, bounds))
+        out.backward(weights.to(dtype))
+        return [out.detach(), leaf.grad, *(p.grad for p in layer.parameters())]
+
+    want = results("reference", torch.float64)
+    got, plain = results("triton", dtype), results("reference", dtype)
+    for x, y, w in zip(got, plain, want, strict=True):
+        # In bf16 the projections round as well: the kernels may not add to that.
+        assert _error(x, w) <= max(2e-5 if dtype == torch.float32 else 0.0, 1.5 * _error(y, w))
 
 
 def test_what_the_kernels_do_not_take_is_named() -> None:

@@ -55,7 +55,7 @@ def _direct_kda(mixer: KdaMixer, x: torch.Tensor, tile: int) -> dict[str, float]
     g = _direct_decay(mixer, x)
     sums = [-g[i + 1 : i + 16].sum(0).min().item() for i in range(0, len(g), 16) if i + 1 < len(g)]
     layout = ValueMemory.fresh(TINY, torch.tensor([0, len(x)])).layout
-    rows, _ = mixer._project(x, layout, None)
+    rows = mixer._rows(x, mixer._convolve(x, layout, None)[0])
     sizes = [mixer.key_dim, mixer.key_dim, mixer.value_dim, mixer.key_dim, 1]
     full = len(x) // tile * tile
     q, k, v, _, beta = (y[None, :full] for y in rows.split(sizes, dim=-1))
