@@ -1,4 +1,4 @@
-"""Kernels on a GPU: right first, then timed: `python benchmarks/kernels_on_gpu.py RESULT.json`.
+"""Kernels on a GPU: right first, then timed: `python benchmarks/kernels_on_gpu.py RESULT.json [SECTION ...]`.
 
 Needs torch and triton; compares with fla-core where it can be imported. Times are medians of CUDA graph replays over
 inputs that change from replay to replay, so that no input is found in the L2 cache. The floor is bytes that must move
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import itertools
 import json
 import os
 import statistics
@@ -282,24 +281,35 @@ def environment() -> dict[str, Any]:
     }
 
 
+CHECKS = ("errors", "bits")
+SECTIONS = (*CHECKS, "backward", "parts", "forward")
+
+
 def main() -> None:
     """Measure and write."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    checks = []
-    for check in itertools.chain(kda_errors(), kda_bits()):
-        checks.append(check)
-        print(check, flush=True)
-    if not all(check["holds"] for check in checks):
-        raise SystemExit("a kernel is wrong: nothing is timed")
+    target, *chosen = sys.argv[1:]
+    if unknown := set(chosen) - set(SECTIONS):
+        raise SystemExit(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     bandwidth = copy_bandwidth()
-    rows = [row("copy of 2 GiB", "read and written", "TB/s", bandwidth / 1e12), *checks]
-    command = "python benchmarks/kernels_on_gpu.py RESULT.json"
-    # Written after every row: a machine's time may end before the list does.
-    for timed in itertools.chain(kda_gradient_times(bandwidth), kda_parts(), kda_times(bandwidth)):
-        rows.append(timed)
-        print(timed, flush=True)
-        text = json.dumps({"command": command, "environment": environment(), "rows": rows}, indent=1)
-        Path(sys.argv[1]).write_text(text + "\n")
+    rows = [row("copy of 2 GiB", "read and written", "TB/s", bandwidth / 1e12)]
+    measures: dict[str, Callable[[], Any]] = {
+        "errors": kda_errors,
+        "bits": kda_bits,
+        "backward": lambda: kda_gradient_times(bandwidth),
+        "parts": kda_parts,
+        "forward": lambda: kda_times(bandwidth),
+    }
+    for section in chosen or SECTIONS:
+        if section not in CHECKS and not all(r["holds"] for r in rows[1:] if r["unit"] != "ms"):
+            raise SystemExit("a kernel is wrong: nothing is timed")
+        for measured in measures[section]():
+            rows.append(measured)
+            print(measured, flush=True)
+            # Written after every row: a machine's time may end before the list does.
+            command = f"python benchmarks/kernels_on_gpu.py RESULT.json {' '.join(chosen)}".rstrip()
+            text = json.dumps({"command": command, "environment": environment(), "rows": rows}, indent=1)
+            Path(target).write_text(text + "\n")
 
 
 if __name__ == "__main__":
