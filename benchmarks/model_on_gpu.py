@@ -1,7 +1,7 @@
 """The model on a GPU against the CPU, without pytest or omegaconf: `python benchmarks/model_on_gpu.py RESULT.json`.
 
-Differences are of the float32 reference path, on k3_tiny; times and memory are those of one k3_nano step. Rows have the
-form that `k3rl bench` writes.
+Differences are in float32, on k3_tiny, KDA through its kernels unless K3RL_KERNELS is reference; times and memory are
+those of one k3_nano step. Rows have the form that `k3rl bench` writes.
 """
 
 from __future__ import annotations

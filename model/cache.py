@@ -198,7 +198,7 @@ class ValueMemory:
     @staticmethod
     def fresh(config: ModelConfig, cu_seqlens: torch.Tensor) -> ValueMemory:
         """Memory of a forward without a cache."""
-        layout = Layout.plan(config, cu_seqlens, torch.zeros_like(cu_seqlens[1:]))
+        layout = Layout.plan(config, cu_seqlens, None)
         return ValueMemory(layout, None, latent_plan(layout, 0))
 
     def read_kda(self, slot: int) -> KdaRows | None:
@@ -239,7 +239,7 @@ class Layout:
 
     cu_seqlens: torch.Tensor
     conv: tuple[torch.Tensor, torch.Tensor]
-    tiles: TilePlan  # of the new rows, where none comes before them
+    tiles: TilePlan | None  # of sequences that begin and end here, else None
     kda_in: torch.Tensor  # [N, P] open rows, then new rows, then the zero row
     kda_out: torch.Tensor  # [T] position of each token in [N * P]
     kda_open: torch.Tensor  # [N, tile] rows that stay open
@@ -251,11 +251,13 @@ class Layout:
     any_full: bool  # some sequence completes a tile
 
     @staticmethod
-    def plan(config: ModelConfig, cu_seqlens: torch.Tensor, offsets: torch.Tensor) -> Layout:
-        """Plan a forward of at least one token; ``offsets`` [N] tokens came before."""
+    def plan(config: ModelConfig, cu_seqlens: torch.Tensor, offsets: torch.Tensor | None) -> Layout:
+        """Plan a forward of at least one token; ``offsets`` [N] tokens came before, or None and nothing goes on."""
         tile = config.state_tile
         device, lengths = cu_seqlens.device, cu_seqlens.diff()
         num, starts, total = len(lengths), cu_seqlens[:-1], int(cu_seqlens[-1])
+        tiles = TilePlan.make(cu_seqlens, total) if offsets is None else None
+        offsets = torch.zeros_like(lengths) if offsets is None else offsets
         held = offsets % tile
         rows_N = held + lengths
         padded, queries = int(rows_N.max()), int(lengths.max())
@@ -278,7 +280,7 @@ class Layout:
         return Layout(
             cu_seqlens=cu_seqlens,
             conv=conv_plan(cu_seqlens, config.conv_kernel),
-            tiles=TilePlan.make(cu_seqlens, total),
+            tiles=tiles,
             kda_in=source(torch.arange(padded, device=device).expand(num, padded)),
             kda_out=sequence_T * padded + held[sequence_T] + local_T,
             kda_open=source(full.unsqueeze(1) * tile + torch.arange(tile, device=device)),

@@ -23,6 +23,7 @@ from k3rl.model.layers import COLUMNS, ROWS, WHOLE, RMSNorm, linear, output_gate
 
 if TYPE_CHECKING:
     from k3rl.config import ModelConfig
+    from k3rl.kernels.kda import TilePlan
     from k3rl.model.cache import KdaPast, Layout, Memory
 
 
@@ -75,8 +76,8 @@ class KdaMixer(nn.Module):
         """Mix [T, D], reading and writing this layer's part of the cache."""
         layout, before = memory.layout, memory.read_kda(self.slot)
         mixed_TC, window = self._convolve(inputs_TD, layout, before)
-        if before is None and self.bound is not None and choose_backend(inputs_TD) == "triton":
-            out_THV = self._fused(inputs_TD, mixed_TC, layout, self.bound)
+        if layout.tiles is not None and self.bound is not None and choose_backend(inputs_TD) == "triton":
+            out_THV = self._fused(inputs_TD, mixed_TC, layout.tiles, self.bound)
         else:
             rows_THX = self._rows(inputs_TD, mixed_TC)
             if isinstance(before, KdaRows) and layout.decode:
@@ -128,13 +129,13 @@ class KdaMixer(nn.Module):
         kept = source.index_select(0, layout.kda_open.flatten())[..., self.key_dim :]
         return out_THV, state, kept.view(num, self.tile, self.heads, width - self.key_dim)
 
-    def _fused(self, inputs_TD: torch.Tensor, mixed_TC: torch.Tensor, layout: Layout, bound: float) -> torch.Tensor:
+    def _fused(self, inputs_TD: torch.Tensor, mixed_TC: torch.Tensor, plan: TilePlan, bound: float) -> torch.Tensor:
         """Outputs [T, H, V] of sequences that begin and end here, norms and gate inside the kernels."""
         q, k, v = (x.to(inputs_TD.dtype) for x in self._activate(mixed_TC))
         z = self.f_b_proj(self.f_a_proj(inputs_TD)).view_as(q)
         dt_bias = self.dt_bias.view(self.heads, self.key_dim)
         b = self.b_proj(inputs_TD)
-        return kda_chunk(q, k, v, z, b, self.A_log, dt_bias, plan=layout.tiles, lower_bound=bound)[0]
+        return kda_chunk(q, k, v, z, b, self.A_log, dt_bias, plan=plan, lower_bound=bound)[0]
 
     def _convolve(
         self, inputs_TD: torch.Tensor, layout: Layout, before: KdaPast | None

@@ -229,6 +229,7 @@ def finish_kernel(
     cu_seqlens_ptr,
     first_tiles_ptr,
     sequences_ptr,
+    end_ptr,
     d_k_decay_ptr,
     d_q_decay_ptr,
     d_k_end_ptr,
@@ -273,7 +274,7 @@ def finish_kernel(
     d_same = tl.sum(tl.where(same, d_scores, 0.0), 1)[:, None]
     before = rows[:, None] > rows[None, :]
     d_scores, d_alike = tl.where(before, d_scores, 0.0), tl.where(before, d_alike, 0.0)
-    # Times exp(c - c_1), as small as e^-75, a gradient of a long batch would leave float32's range.
+    # Times exp(c), as small as e^-80, a gradient of a long batch would leave float32's range.
     peak = tl.max(tl.max(tl.maximum(tl.abs(d_scores), tl.abs(d_alike)), 1), 0)
     power = (peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     power = tl.where(power == 0.0, 1.0, power)
@@ -281,7 +282,7 @@ def finish_kernel(
 
     # Nothing decays between the last row and the tile's end, nor does rounding error of it have to cancel.
     last = ((rows == ROWS - 1) | (start + rows == limit - 1))[:, None]
-    rate, d_rate = tl.exp(tl.load(rate_ptr + head)), 0.0
+    rate, d_rate = tl.exp(tl.load(rate_ptr + head)), tl.zeros([ROWS], tl.float32)
     q_square, k_square = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     for part in range(K // BK):
         at = (rows * (H * K))[:, None] + (part * BK + tl.arange(0, BK))[None, :]
@@ -298,21 +299,22 @@ def finish_kernel(
         z = tl.load(z_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32)
         bias = tl.load(bias_ptr + head * K + keys)
         gate, slope = gate_rows(z, rate, bias)
-        rise, fall, to_first, span, end = decays(gate, lower_bound, valid)
+        decay, growth = decays(gate, lower_bound, valid)
         q = tl.load(q_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32) * (q_length * scale)[:, None]
         k = tl.load(k_ptr + begin * K + at, mask=counts, other=0.0).to(tl.float32) * k_length[:, None]
-        decay = rise * to_first[None, :]
         # The power of two comes last: it is what keeps the product before it in range.
-        d_q = rise * tl.dot(d_scores, k * fall, input_precision=EXACT) * power
+        d_q = decay * tl.dot(d_scores, k * growth, input_precision=EXACT) * power
         d_q += decay * tl.load(d_q_decay_ptr + wide).to(tl.float32)
-        d_left = rise * tl.dot(d_alike, k * fall, input_precision=EXACT) * power
+        d_left = decay * tl.dot(d_alike, k * growth, input_precision=EXACT) * power
         d_left += decay * tl.load(d_k_decay_ptr + wide).to(tl.float32)
-        d_right = tl.dot(tl.trans(d_scores), q * rise, input_precision=EXACT)
-        d_right = tl.dot(tl.trans(d_alike), k * rise, acc=d_right, input_precision=EXACT)
-        d_right = fall * d_right * power
-        d_last = fall * span[None, :] * tl.load(d_k_end_ptr + wide).to(tl.float32)
+        d_right = tl.dot(tl.trans(d_scores), q * decay, input_precision=EXACT)
+        d_right = tl.dot(tl.trans(d_alike), k * decay, acc=d_right, input_precision=EXACT)
+        d_right = growth * d_right * power
+        end = tl.load(end_ptr + block * K + keys)
+        d_last = growth * end[None, :] * tl.load(d_k_end_ptr + wide).to(tl.float32)
+        d_end = tl.load(d_end_ptr + block * K + keys)
         d_fall = tl.where(last, 0.0, k * d_last)
-        to_last = tl.sum(d_fall, 0) + end * tl.load(d_end_ptr + block * K + keys)
+        to_last = tl.sum(d_fall, 0) + end * d_end
         d_g = tl.cumsum(q * d_q + k * (d_left - d_right) - d_fall, 0, reverse=True) + to_last[None, :]
         d_q += d_same * k
         d_k = d_left + d_right + d_last + d_same * q
@@ -326,8 +328,8 @@ def finish_kernel(
         d_z = d_inner * tl.where(moves, rate, 0.0)
         tl.store(d_z_ptr + begin * K + at, d_z.to(d_z_ptr.dtype.element_ty), mask=counts)
         tl.store(d_bias_ptr + block * K + keys, tl.sum(d_z, 0))
-        d_rate += tl.sum(tl.sum(d_z * (z + bias[None, :]), 1), 0)
-    tl.store(d_rate_ptr + block, d_rate)
+        d_rate += tl.sum(d_z * (z + bias[None, :]), 1)
+    tl.store(d_rate_ptr + block, tl.sum(d_rate, 0))
     # What a row would gain along itself its norm takes away; that is known now that all channels are.
     q_along /= scale * scale
     tl.debug_barrier()

@@ -102,6 +102,9 @@ def kda_chunk(
             lower_bound=lower_bound,
         )
     _check(q, k, v, z, b)
+    if lower_bound < -5.4:
+        # Sixteen rows of it, one more than the reference's, leave float32's range.
+        raise refuse("kda_chunk", "lower_bound", lower_bound, "-5.4 and above")
     q, k, v, z, b = (x.contiguous() for x in (q, k, v, z, b))
     tensors = (q, k, v, z, b, A_log, dt_bias, initial_state)
     stops = plan.first_tiles.diff() if num_tiles_N is None else num_tiles_N.to(torch.int64)
@@ -269,7 +272,7 @@ def _backward(
     finish: Any = finish_kernel
     finish[(tiles * heads,)](
         q, k, z, b, A_log.float().contiguous(), dt_bias.float().contiguous(),
-        plan.cu_seqlens, plan.first_tiles, plan.sequences,
+        plan.cu_seqlens, plan.first_tiles, plan.sequences, end,
         d_wide[0], d_wide[1], d_wide[2], d_end, d_square[0], d_square[1],
         d_q, d_k, d_z, d_b, d_rate, d_bias, num, key**-0.5, lower_bound,
         **sizes, BK=FINISH["block_k"], num_warps=FINISH["warps"],

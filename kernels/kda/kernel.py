@@ -29,22 +29,14 @@ def gate_rows(z, rate, bias):
 
 @triton.jit
 def decays(gate, lower_bound, valid):
-    """How some key channels of a tile decay; rows that do not count do not.
+    """Decay exp(c) of some key channels from the tile's start to each row and its inverse exp(-c), [R, BK].
 
-    Args:
-        gate: [R, BK], whose product with lower_bound is the log decay.
-
-    Returns:
-        exp(c - c_1) and exp(c_1 - c) [R, BK]; exp(c_1), exp(c_R - c_1) and exp(c_R) [BK].
+    That start lies in no row's future, on which its rounding would depend. Rows that do not count do not decay; gate
+    times lower_bound is the log decay.
     """
-    rows = tl.arange(0, ROWS)
     # In powers of two, which the GPU has.
     c = tl.cumsum(tl.where(valid[:, None], gate * (lower_bound * LOG2_E), 0.0), 0)
-    # Anchored at the first row: any other lies in some row's future, whose rounding would then depend on it.
-    first = tl.sum(tl.where(rows[:, None] == 0, c, 0.0), 0)
-    last = tl.sum(tl.where(rows[:, None] == ROWS - 1, c, 0.0), 0)
-    rise, fall = tl.exp2(c - first[None, :]), tl.exp2(first[None, :] - c)
-    return rise, fall, tl.exp2(first), tl.exp2(last - first), tl.exp2(last)
+    return tl.exp2(c), tl.exp2(-c)
 
 
 @triton.jit
@@ -145,16 +137,17 @@ def prepare_kernel(
         k = tl.load(k_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32) * k_unit[:, None]
         z = tl.load(z_ptr + begin * K + at, mask=valid[:, None], other=0.0).to(tl.float32)
         gate, _ = gate_rows(z, rate, tl.load(bias_ptr + head * K + keys))
-        rise, fall, to_first, span, end = decays(gate, lower_bound, valid)
-        q_rise, k_rise, k_fall = q * rise, k * rise, k * fall
+        decay, growth = decays(gate, lower_bound, valid)
+        q_decay, k_decay, k_growth = q * decay, k * decay, k * growth
         if SQUARES:
-            alike = tl.dot(k_rise, tl.trans(k_fall), acc=alike, input_precision=EXACT)
-            scores = tl.dot(q_rise, tl.trans(k_fall), acc=scores, input_precision=EXACT)
+            alike = tl.dot(k_decay, tl.trans(k_growth), acc=alike, input_precision=EXACT)
+            scores = tl.dot(q_decay, tl.trans(k_growth), acc=scores, input_precision=EXACT)
             same += tl.sum(q * k, 1)
+        end = tl.sum(tl.where(rows[:, None] == ROWS - 1, decay, 0.0), 0)
         whole = rows[:, None] * K + keys[None, :]
-        tl.store(k_decay_ptr + block * (ROWS * K) + whole, (k_rise * to_first[None, :]).to(D))
-        tl.store(q_decay_ptr + block * (ROWS * K) + whole, (q_rise * to_first[None, :]).to(D))
-        tl.store(k_end_ptr + block * (ROWS * K) + whole, (k_fall * span[None, :]).to(D))
+        tl.store(k_decay_ptr + block * (ROWS * K) + whole, k_decay.to(D))
+        tl.store(q_decay_ptr + block * (ROWS * K) + whole, q_decay.to(D))
+        tl.store(k_end_ptr + block * (ROWS * K) + whole, (k_growth * end[None, :]).to(D))
         tl.store(end_ptr + block * K + keys, end)
     if SQUARES:
         b = tl.load(b_ptr + begin + rows * H, mask=valid, other=0.0).to(tl.float32)

@@ -190,6 +190,19 @@ def test_gradients_at_gates_of_every_regime_lose_no_digits(regime: str, dtype: t
     assert _within(errors, dtype), errors
 
 
+def test_no_digit_is_lost_at_the_strongest_gate_that_is_taken() -> None:
+    inputs, weights, plan = [*_inputs(20, shift=50.0), _state(1)], _weights([20], torch.float32), _plan(20)
+    out, final = kda_chunk(*inputs[:7], initial_state=inputs[7], plan=plan, lower_bound=-5.4)
+    options: dict[str, Any] = {"cu_seqlens": plan.cu_seqlens, "form": kda_recurrent, "lower_bound": -5.4}
+    wide = _doubled(inputs)
+    want = kda_packed(*wide[:7], initial_state=wide[7], **options)
+    assert _error(out, want[0]) <= 1e-5
+    assert _error(final, want[1]) <= 1e-5
+    got = _gradients(inputs, weights, kda_chunk, plan=plan, lower_bound=-5.4)
+    against = _gradients(wide, weights, kda_packed, **options)
+    assert all(_error(got[name], against[name]) <= 1e-5 for name in ("q", "k", "v", "b", "initial_state"))
+
+
 @pytest.mark.parametrize("scale", [1e-12, 1e6])
 def test_gradients_keep_their_digits_at_the_gates_bound_however_small_or_large(scale: float) -> None:
     errors = _gradient_errors([*_inputs(20, shift=SHIFTS["saturated"]), _state(1)], [20], scale)
@@ -348,6 +361,8 @@ def test_what_the_kernels_do_not_take_is_named() -> None:
         kda_chunk(inputs[0], inputs[1][:3], *inputs[2:], plan=_plan(4))
     with pytest.raises(ValueError, match=r"lower_bound must lie in \(-5.8, 0\)"):
         kda_chunk(*inputs, plan=_plan(4), lower_bound=-6.0)
+    with pytest.raises(ValueError, match=r"lower_bound is -5.5, supported is -5.4 and above"):
+        kda_chunk(*inputs, plan=_plan(4), lower_bound=-5.5)
 
 
 COMPILE = """
