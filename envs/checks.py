@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from gymnasium.utils.env_checker import check_env
@@ -30,7 +31,7 @@ def check_environment(id: str, num_tasks: int = 5, **options: Any) -> None:
     _require(first == again, id, "the same task played twice differs")
     for episode in first:
         _require(episode.terminated and episode.total("outcome") == 1.0, id, "the expert does not solve every task")
-    starts = [{e.messages[0] for e in map(_Key, first[i * num_tasks : (i + 1) * num_tasks])} for i in range(3)]
+    starts = [{_prompt(e) for e in first[i * num_tasks : (i + 1) * num_tasks]} for i in range(3)]
     _require(not any(starts[a] & starts[b] for a in range(3) for b in range(a)), id, "two splits share a task")
     _check_no_shared_state(id, num_tasks, options, first)
 
@@ -57,11 +58,10 @@ def _check_no_shared_state(id: str, num_tasks: int, options: dict[str, Any], alo
             env.close()
 
 
-class _Key:
-    """The first messages of an episode, hashable."""
-
-    def __init__(self, episode: Episode) -> None:
-        self.messages = tuple(m.content for m in episode.messages)
+def _prompt(episode: Episode) -> tuple[str, ...]:
+    """What an episode says before anybody answers."""
+    said = itertools.takewhile(lambda message: message.role != "assistant", episode.messages)
+    return tuple(message.content for message in said)
 
 
 def _solve(env: Any, id: str, split: str, index: int) -> Episode:

@@ -7,6 +7,7 @@ exactly one value of the schema says the same; everything else is a typed error 
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import re
 import typing
@@ -51,7 +52,8 @@ class Parameters:
         """
         coerced = {name: coerce(name, value, self._types.get(name, ())) for name, value in arguments.items()}
         try:
-            model = self._model.model_validate(coerced)
+            # As JSON, which has no enumerations, tuples or dates: what stands for them is taken.
+            model = self._model.model_validate_json(json.dumps(coerced))
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(str(part) for part in first["loc"])

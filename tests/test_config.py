@@ -527,7 +527,7 @@ def test_the_schedule_of_context_lengths_is_k3s_and_reads_back() -> None:
         ("stages.8k.length=1", "stages.8k.length: must be at least 2, got 1"),
         ("stages={a/b: {dataset: x, length: 2, batch_tokens: 2, steps: 1}}", "stages.a/b: a name has letters, digits"),
         ("stages.8k.steps=0", "stages.8k.steps: must be at least 1, got 0"),
-        ("stages.8k.lr=nan", "stages.8k.lr: must be at least 0, got nan"),
+        ("stages.8k.lr=nan", "stages.8k.lr: must be finite, got nan"),
         ("stages.1m.batch_tokens=1000", "stages.1m.batch_tokens: must hold one sequence of length 1048576, got 1000"),
         ("stages.8k=3", "stages.8k: must be a mapping of keys or the path of a YAML file, got 3"),
         ("stages.8k.steps=abc", "stages.8k.steps: Value 'abc'"),
@@ -547,3 +547,9 @@ def test_each_command_says_which_one_a_file_is_for() -> None:
         load_config(CONFIGS / "long_context.yaml")
     with pytest.raises(ConfigError, match="has an environment, which is for k3rl train"):
         load_job(SftJobConfig, DEMO)
+
+
+def test_a_mapping_given_as_a_whole_replaces_what_was_there_and_a_key_in_it_does_not() -> None:
+    assert load_config(DEMO, ["rewards={milestone: 1.0}"]).rewards == {"milestone": 1.0}
+    assert load_config(DEMO, ["rewards.milestone=0.5"]).rewards == {"outcome": 1.0, "milestone": 0.5}
+    assert load_config(DEMO, ["environment.options={}"]).environment.options == {}

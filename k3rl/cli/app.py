@@ -25,6 +25,23 @@ DryRun = Annotated[
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from k3rl import __version__
+
+        typer.echo(f"k3rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 @contextmanager
 def _user_errors() -> Iterator[None]:
     """Turn our own errors into one clear line: exit code 2 for the user's input, 130 for Ctrl-C, 1 otherwise."""

@@ -2,7 +2,8 @@
 
 A section may be given as the path of another YAML file, relative to the file that names it:
 ``model: model/k3_tiny.yaml``. An override may do the same, ``model=configs/model/k3_nano.yaml``, relative to the
-current folder or else to the run's file; of what the section held before, nothing is left.
+current folder or else to the run's file; of what the section held before, nothing is left. Nor is anything of a mapping
+with keys of the user's own (``rewards={milestone: 1.0}``), when it is given as a whole.
 """
 
 from __future__ import annotations
@@ -86,6 +87,9 @@ def _build(cls: type, values: dict[str, Any], overrides: list[str], path: Path) 
             _put(values, key, _expand(_at(cls, key), _read(chosen), f"{key}.", str(chosen), chosen.parent, origins))
             origins[key] = str(chosen)
         else:
+            kind = _at(cls, key)
+            if isinstance(value, dict) and typing.get_origin(kind) is dict and not _named_sections(kind):
+                _put(values, key, {})  # nothing is left of what the mapping held before
             changes.append((item, key, value))
     merged = _merge(OmegaConf.structured(cls), values, origins)
     for item, key, value in changes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -31,6 +32,7 @@ def _optimizer_ranges(section: str) -> Ranges:
 
 
 _JOB_RANGES: Ranges = {
+    "seed": (0, 2**63 - 1),
     **dict.fromkeys(
         (
             "learner.threads",
@@ -45,6 +47,7 @@ _JOB_RANGES: Ranges = {
     **_optimizer_ranges("learner"),
 }
 _RUN_RANGES: Ranges = {
+    "evaluation.seed": (0, 2**63 - 1),
     **dict.fromkeys(
         ("steps", "sft.max_steps", "sft.min_steps", "evaluation.every", "buffer.max_staleness"), (0, _MANY)
     ),
@@ -74,6 +77,13 @@ _RUN_RANGES: Ranges = {
 def _require(condition: bool, key: str, message: str) -> None:
     if not condition:
         raise ConfigError(f"{key}: {message}")
+
+
+def _require_finite(values: dict[str, Any], prefix: str = "") -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _require_finite(value, f"{prefix}{key}.")
+        _require(not isinstance(value, float) or math.isfinite(value), f"{prefix}{key}", f"must be finite, got {value}")
 
 
 def _require_ranges(config: Any, ranges: Ranges) -> None:
@@ -150,6 +160,12 @@ class ModelConfig:
             least = 0 if name == "num_dense_layers" else 1
             value = getattr(self, name)
             _require(value is None or value >= least, f"model.{name}", f"must be at least {least}, got {value}")
+        for name in ("situ_beta", "situ_linear_beta", "rms_norm_eps", "mla_norm_eps"):
+            value = getattr(self, name)
+            _require(value > 0, f"model.{name}", f"must be positive, got {value}")
+        _require(
+            self.initializer_range >= 0, "model.initializer_range", f"must be 0 or more, got {self.initializer_range}"
+        )
         if self.kda_gate_bound is not None:
             worst = abs(self.kda_gate_bound) * (TILE_ROWS - 1)
             _require(self.kda_gate_bound < 0, "model.kda_gate_bound", f"must be negative, got {self.kda_gate_bound}")
@@ -205,6 +221,7 @@ class OptimizerConfig:
     decay: Literal["none", "linear", "cosine"] = "linear"
     final_lr_frac: float = 0.1
     max_grad_norm: float = 1.0
+    """Longer gradients are scaled down to it; 0: none is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -337,6 +354,7 @@ class JobConfig:
             f"must be the name of one folder inside run_root, got {self.name!r}",
         )
         _require_ranges(self, _JOB_RANGES)
+        _require_finite(dataclasses.asdict(self))
 
     @property
     def run_dir(self) -> Path:

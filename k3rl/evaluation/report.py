@@ -41,6 +41,7 @@ class EvaluationReport:
             "valid calls": f"{self.valid_call_frac:.3f}" if self.tool_calls else "-",
             "tokens": f"{self.sampled_tokens:.0f}",
             "cut": f"{self.truncated_frac:.2f}",
+            **({"failed": str(self.num_failed)} if self.num_failed else {}),
         }
 
     def to_dict(self) -> dict[str, Any]:

@@ -77,8 +77,11 @@ class Learner:
             batch = dataclasses.replace(batch, reference_logprobs=reference.logprob)
         for _ in range(objective.epochs):
             self._zero_gradients()
+            is_first = batch.weights is None
             loss, batch, found = compute_gradients(self.policy, objective, batch, walk)
             metrics = Metrics.merge([metrics, found])
+            if is_first and "rollout" in objective.needs:
+                metrics.sum("train/no_signal_groups", batch.num_no_signal)
             if not self._guarded_step(float(loss), metrics):
                 break  # the same batch on the same weights would be refused again
         metrics.sum("train/update_s", time.perf_counter() - started)
@@ -112,7 +115,8 @@ class Learner:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._refuse(loss, norm, metrics)
             return False
-        scale = min(1.0, optimizer.max_grad_norm / norm) if norm > 0 else 1.0
+        most = optimizer.max_grad_norm
+        scale = min(1.0, most / norm) if most > 0 and norm > 0 else 1.0
         if scale < 1.0:
             for gradient in gradients:
                 gradient.mul_(scale)

@@ -145,7 +145,8 @@ class LearnerWorker:
         """
         if not folder.is_dir():
             raise ConfigError(f"run_root: the learner's machine does not see {folder}; it must lie on shared storage")
-        self._claim.enter_context(lock_folder(folder / "checkpoints", timeout_s=self._config.learner.timeout_s))
+        # Shorter than the driver waits for us, so that it hears who holds the folder.
+        self._claim.enter_context(lock_folder(folder / "checkpoints", timeout_s=self._config.learner.timeout_s / 2))
         self._folder = folder
 
     def save(

@@ -129,7 +129,6 @@ class Objective:
             metrics.mean("train/policy_loss", float(policy_loss.detach()))
             metrics.mean("train/loss", float(total.detach()))
         if "rollout" in self.needs:
-            metrics.sum("train/no_signal_groups", batch.num_no_signal)
             watched["advantage_abs"] = advantages.abs()
             before = logprob if batch.initial is None else batch.initial.logprob
             _watch_ratio(metrics, compute_log_ratio(logprob.detach(), batch), batch.action_mask)

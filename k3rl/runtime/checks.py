@@ -10,8 +10,10 @@ from k3rl.envs.registry import make
 from k3rl.errors import CheckpointError, ConfigError
 from k3rl.objective import resolve
 from k3rl.rollout.chat_format import build_chat_format, vocabulary_of
+from k3rl.rollout.deadline import call_all
 from k3rl.rollout.scoring import Scorer
 from k3rl.trajectory import Task
+from k3rl.weights.checkpoint import list_checkpoints
 from k3rl.weights.source import open_source
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ def check_runnable(config: RunConfig) -> None:
     Scorer(config)
     check_environment_id(config)
     check_vocabulary(config)
-    check_source(config)
     check_first_task(config)
 
 
@@ -50,12 +51,14 @@ def check_objective(config: RunConfig) -> str:
 
 def check_environment_id(config: RunConfig) -> None:
     """Make the environment once; ConfigError when its id is unknown or it does not take its options."""
-    try:
-        make(config.environment.id, **config.environment.options).close()
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"environment.options: {config.environment.id} does not take them: {error}") from error
+    at = config.environment
+    (result,) = call_all([lambda: make(at.id, **at.options).close()], at.step_timeout_s)
+    if isinstance(result, TypeError | ValueError):
+        raise ConfigError(f"environment.options: {at.id} does not take them: {result}") from result
+    if isinstance(result, TimeoutError):
+        raise ConfigError(f"environment.id: {at.id} was not made within {at.step_timeout_s:g} s (step_timeout_s)")
+    if isinstance(result, BaseException):
+        raise result
 
 
 def check_vocabulary(config: JobConfig) -> str:
@@ -71,8 +74,11 @@ def check_vocabulary(config: JobConfig) -> str:
 
 
 def check_source(config: JobConfig) -> None:
-    """Raise ConfigError when the weights to start from are of another model or vocabulary, or not there."""
-    if config.init_from is not None:
+    """Raise ConfigError when the weights to start from are of another model or vocabulary, or not there.
+
+    A run that has a checkpoint does not need them any more.
+    """
+    if config.init_from is not None and not list_checkpoints(config.run_dir / "checkpoints"):
         try:
             open_source(Path(config.init_from)).require(config.model, vocabulary_of(config))
         except CheckpointError as error:
@@ -81,17 +87,24 @@ def check_source(config: JobConfig) -> None:
 
 def check_first_task(config: RunConfig) -> str:
     """Start one task and return how long its prompt is; ConfigError when no episode could be played or scored."""
-    env: Any = make(config.environment.id, **config.environment.options).unwrapped
-    try:
-        observation, _ = env.reset(options={"task": Task(environment=config.environment.id, split="train", index=0)})
-        has_milestones = not hasattr(env, "milestone_names") or bool(env.milestone_names())
-        prompt = build_chat_format(config).render_prompt(observation, env.tool_schemas)
-    except Exception as error:  # whatever a stranger's environment raises
+
+    def start() -> tuple[bool, list[int]]:
+        env: Any = make(config.environment.id, **config.environment.options).unwrapped
+        try:
+            observation, _ = env.reset(
+                options={"task": Task(environment=config.environment.id, split="train", index=0)}
+            )
+            has_milestones = not hasattr(env, "milestone_names") or bool(env.milestone_names())
+            return has_milestones, build_chat_format(config).render_prompt(observation, env.tool_schemas)
+        finally:
+            env.close()
+
+    (started,) = call_all([start], config.environment.step_timeout_s)
+    if isinstance(started, BaseException):  # whatever a stranger's environment raises
         raise ConfigError(
-            f"environment.id: {config.environment.id} cannot start a task: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        env.close()
+            f"environment.id: {config.environment.id} cannot start a task: {type(started).__name__}: {started}"
+        ) from started
+    has_milestones, prompt = started
     if config.rewards.get("milestone") and not has_milestones:
         raise ConfigError(f"rewards.milestone: tasks of {config.environment.id} have no milestones")
     room = config.environment.max_episode_tokens - len(prompt)

@@ -50,6 +50,8 @@ class Progress:
     sft_step: int = 0
     rl_step: int = 0
     incarnation: int = 0
+    ended_of_steps: int = 0
+    """The run's ``steps`` when RL ended, by then or earlier for want of anything to learn."""
     best_success: float = -1.0
     evals_without_best: int = 0
     sft_curve: list[list[float]] = field(default_factory=list)
@@ -115,11 +117,8 @@ class Controller:
         self.vocabulary = vocabulary_of(config)
         self.said: set[str] = set()
 
-    def start(self, *, is_longer: bool = False) -> None:
-        """Load the last good checkpoint, if there is one, and give its weights to the rollout workers.
-
-        ``is_longer`` says that a run which had finished its steps has been given more of them.
-        """
+    def start(self) -> None:
+        """Load the last good checkpoint, if there is one, and give its weights to the rollout workers."""
         self.actors.ask_learner("claim", self.config.run_dir)
         loaded = self.actors.ask_learner("load", self.config.run_dir / "checkpoints", self.vocabulary)
         consumed = ConsumedSet()
@@ -128,8 +127,8 @@ class Controller:
             for message in damaged:
                 print(f"passed over a damaged checkpoint: {message}")
             self.progress = Progress(**state)
-            if self.progress.phase == "final" and is_longer:
-                self.progress.phase = "rl"
+            if self.progress.phase == "final" and self.config.steps > self.progress.ended_of_steps:
+                self.progress.phase = "rl"  # it was given more of them, perhaps in a life that saved nothing
             consumed = ConsumedSet.from_json(consumed_json)
         self.progress.incarnation = self.events.num_restores
         self.buffer.store.remove_leftovers()
@@ -213,7 +212,7 @@ class Controller:
     def _rl(self) -> None:
         config, at = self.config, self.progress
         if not config.steps:
-            at.phase = "final"
+            self._end_rl()
             return
         print(self.actors.ask_learner("formula"))
         is_async = config.schedule == "one_step_async"
@@ -239,8 +238,11 @@ class Controller:
         if pending:
             unused = self.actors.collect(pending, "rollouts")
             self.buffer.ledger.drop([s.key for s in unused], "unused")
-        at.phase = "final"
+        self._end_rl()
         self._checkpoint()
+
+    def _end_rl(self) -> None:
+        self.progress.phase, self.progress.ended_of_steps = "final", self.config.steps
 
     def _train_step(self, sampled: Sequence[Summary]) -> bool:
         """Lease a batch, update on it and record both. False when no group could be trained on."""

@@ -3,7 +3,7 @@
 Three kinds of rows, told apart by their columns (the names that TRL uses):
 
   text                    all of it is learnt; a text that is too long is cut into pieces
-  prompt, completion      the completion is learnt
+  prompt, completion      the completion is learnt; both are text, or both are messages
   messages (and tools)    what the assistant says is learnt; OpenAI's form, arguments as JSON text in a table
 
 The format's end marker closes a text and a completion, and is learnt with it.
@@ -83,10 +83,15 @@ def _lines(files: list[str], key: str) -> Iterator[Mapping[str, Any]]:
     for name in files:
         with open(name, encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
                 try:
-                    yield json.loads(line)
+                    row = json.loads(line)
+                    if not isinstance(row, dict):
+                        raise ValueError(f"an object is wanted in each line, not a {type(row).__name__}")
+                    yield row
                 except ValueError as error:
-                    raise ConfigError(f"{key}: {name}, line {number} is no JSON: {error}") from error
+                    raise ConfigError(f"{key}: {name}, line {number} is no row: {error}") from error
 
 
 def encode_dataset(rows: Rows, chat_format: ChatFormat, length: int) -> Iterator[Sequence]:
@@ -109,6 +114,11 @@ def _encode(row: Mapping[str, Any], chat_format: ChatFormat, length: int) -> Ite
     encode, end = chat_format.tokenizer.encode, min(chat_format.stop_ids)
     if row.get("messages") is not None:
         ids, learnt = render_conversation(chat_format, read_conversation(row["messages"]), _tools(row.get("tools")))
+    elif isinstance(row.get("prompt"), list) and isinstance(row.get("completion"), list):
+        tools = _tools(row.get("tools"))
+        given, _ = render_conversation(chat_format, read_conversation(row["prompt"]), tools)
+        ids, learnt = render_conversation(chat_format, read_conversation([*row["prompt"], *row["completion"]]), tools)
+        learnt[: len(given)] = [False] * len(given)
     elif isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
         prompt, completion = encode(row["prompt"]), [*encode(row["completion"]), end]
         ids, learnt = prompt + completion, [False] * len(prompt) + [True] * len(completion)

@@ -16,7 +16,7 @@ from k3rl.rollout.worker import RolloutWorker
 from k3rl.runtime.checks import check_runnable
 from k3rl.trajectory import Task, TrajectoryKey
 from k3rl.weights.base import LocalWeights
-from k3rl.weights.checkpoint import load, load_latest
+from k3rl.weights.checkpoint import find_latest, load, load_latest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,6 +32,8 @@ def evaluate_checkpoint(config: RunConfig, path: Path | None = None) -> dict[str
     check_runnable(config)
     model, vocabulary = to_dict(config.model), vocabulary_of(config)
     if path is not None:
+        if (path / "checkpoints").is_dir():  # a run's folder: its last good one
+            path = find_latest(path / "checkpoints")[0] or path
         checkpoint = load(path, model, vocabulary)
     else:
         loaded = load_latest(config.run_dir / "checkpoints", model, vocabulary)

@@ -6,14 +6,13 @@ import dataclasses
 import json
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from k3rl.config import JobConfig, SftJobConfig, from_dict, to_dict
 from k3rl.errors import ConfigError
 from k3rl.observe.tracker import write_whole
-from k3rl.runtime.checks import check_runnable, check_trains
+from k3rl.runtime.checks import check_runnable, check_source, check_trains
 from k3rl.runtime.cluster import ray_session
 from k3rl.runtime.controller import Controller
 from k3rl.weights.lock import lock_folder
@@ -24,6 +23,14 @@ if TYPE_CHECKING:
     from k3rl.config import RunConfig
 
 Job = TypeVar("Job", bound=JobConfig)
+CUTTING = (
+    "learner.micro_batch_tokens",
+    "learner.threads",
+    "rollout.num_workers",
+    "rollout.threads_per_worker",
+    "rollout.max_failed_frac",
+)
+"""Keys that say how the work is cut and what is put up with: results are the same but for rounding."""
 
 
 def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
@@ -37,14 +44,15 @@ def run_job(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     def check() -> None:
         check_trains(config)
         check_runnable(config)
+        check_source(config)
 
-    with open_run(config, resume=resume, check=check) as opened:
-        if opened.summary is not None:
-            return opened.summary
+    with open_run(config, resume=resume, check=check) as summary:
+        if summary is not None:
+            return summary
         with ray_session(config):
             controller = Controller(config)
             try:
-                controller.start(is_longer=opened.is_longer)
+                controller.start()
                 controller.progress.spend("setup", started)
                 return controller.run()
             finally:
@@ -66,19 +74,11 @@ def with_absolute_paths(config: Job) -> Job:
     )
 
 
-@dataclass(frozen=True)
-class OpenedRun:
-    """A run's folder, locked."""
-
-    summary: dict[str, Any] | None
-    """Of a run that is finished and was not made longer: there is nothing to do."""
-    is_longer: bool
-    """Steps were added to it."""
-
-
 @contextmanager
-def open_run(config: RunConfig | SftJobConfig, *, resume: bool, check: Callable[[], None]) -> Iterator[OpenedRun]:
-    """Lock the job's folder and write its ``config.json``.
+def open_run(
+    config: RunConfig | SftJobConfig, *, resume: bool, check: Callable[[], None]
+) -> Iterator[dict[str, Any] | None]:
+    """Lock the job's folder and write its ``config.json``; gives the summary of a job with nothing left to do.
 
     Raises:
         ConfigError: the folder holds another run, or none to resume; or what ``check`` finds, before anything changes.
@@ -89,14 +89,12 @@ def open_run(config: RunConfig | SftJobConfig, *, resume: bool, check: Callable[
         raise ConfigError(f"nothing to resume: {run_dir} holds no run")
     check()
     with lock_folder(run_dir):
-        is_longer = False
         if resume:
             old = from_dict(json.loads(config_path.read_text()))
             refuse_another_run(config, old)
-            is_longer = config.steps > old.steps
             if summary_path.exists() and config.steps == old.steps:
                 print(f"{run_dir} is finished; give it more steps, or read {summary_path}")
-                yield OpenedRun(json.loads(summary_path.read_text()), is_longer)
+                yield json.loads(summary_path.read_text())
                 return
         elif config_path.exists():
             way = "an interrupted run: go on with --resume"
@@ -105,18 +103,18 @@ def open_run(config: RunConfig | SftJobConfig, *, resume: bool, check: Callable[
             raise ConfigError(f"run folder {run_dir} holds {way}, or choose another name=")
         summary_path.unlink(missing_ok=True)
         write_whole(config_path, json.dumps(to_dict(config), indent=1) + "\n")
-        yield OpenedRun(None, is_longer)
+        yield None
 
 
 def refuse_another_run(config: RunConfig | SftJobConfig, old: RunConfig | SftJobConfig) -> None:
-    """A resumed run may become longer, wait longer or save more often; it may not become another run.
+    """A resumed run may be longer, wait longer, save more often or cut its work otherwise; it may not be another run.
 
     Stages may be added behind those that there were.
     """
     if type(config) is not type(old):
         there = "sft" if isinstance(old, SftJobConfig) else "train"
         raise ConfigError(f"{config.run_dir} holds a job of k3rl {there}; choose another name=")
-    free = {"steps", "checkpoint_every", "checkpoints_kept", "eval_every", "run_root", "name"}
+    free = {"steps", "checkpoint_every", "checkpoints_kept", "eval_every", "run_root", "name", *CUTTING}
     before, now = _leaves(to_dict(old)), _leaves(to_dict(config))
     if isinstance(config, SftJobConfig) and isinstance(old, SftJobConfig):
         stages, had = list(config.stages), list(old.stages)

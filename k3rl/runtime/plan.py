@@ -17,7 +17,7 @@ from k3rl.model.config import cache_bytes, count_parameters
 from k3rl.observe.console import table
 from k3rl.rollout.agent_loop import EpisodeSpec
 from k3rl.rollout.worker import RolloutWorker
-from k3rl.runtime.checks import check_objective, check_runnable, check_trains
+from k3rl.runtime.checks import check_objective, check_runnable, check_source, check_trains
 from k3rl.trajectory import Task, TrajectoryKey
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def print_plan(config: RunConfig) -> Estimate:
     check_trains(config)
     formula = check_objective(config)
     check_runnable(config)
+    check_source(config)
     print(yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None, width=120))
     print(formula)
     estimate = _estimate(config)

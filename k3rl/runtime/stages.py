@@ -49,7 +49,7 @@ class StageReport:
     """Rows that were too long or empty."""
     loss_total: float = 0.0
     loss_tokens: float = 0.0
-    """Of the stage's last steps, in nats."""
+    """Of the stage's last steps together, in nats, and the tokens that it is of."""
     validation: list[tuple[int, float]] = field(default_factory=list)
     """Steps of the stage, and the loss on its validation set after them."""
 
@@ -78,9 +78,9 @@ def run_sft(config: SftJobConfig, *, resume: bool = False) -> dict[str, Any]:
     Raises ConfigError before anything is started or changed; after any other error the job can be resumed.
     """
     config = with_absolute_paths(config)
-    with open_run(config, resume=resume, check=lambda: check_sft(config)) as opened:
-        if opened.summary is not None:
-            return opened.summary
+    with open_run(config, resume=resume, check=lambda: check_sft(config)) as summary:
+        if summary is not None:
+            return summary
         job = SftJob(config)
         try:
             job.start()
@@ -142,12 +142,12 @@ class SftJob:
                 metrics = self.learner.update_on(corpus.batch(step))
                 at.step += 1
                 report.tokens += int(metrics["train/input_tokens"])
-                loss = dict(metrics).get("train/loss")
-                if isinstance(loss, Mean) and step >= stage.steps - averaged:
-                    report.loss_total += loss.total
-                    report.loss_tokens += loss.count
+                logprob = dict(metrics).get("train/logprob")
+                if isinstance(logprob, Mean) and step >= stage.steps - averaged:
+                    report.loss_total -= logprob.total
+                    report.loss_tokens += logprob.count
                 self.metrics.write(at.step, metrics)
-                bar.advance(note=f"loss {loss.value:.3f}" if loss is not None else "")
+                bar.advance(note=f"loss {-logprob.value:.3f}" if logprob is not None else "")
                 is_over = step + 1 == stage.steps
                 if validation is not None and (is_over or (config.eval_every and (step + 1) % config.eval_every == 0)):
                     self._validate(name, step + 1, validation)

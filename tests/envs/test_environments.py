@@ -227,6 +227,27 @@ def test_an_environment_that_shares_nothing_conforms() -> None:
     check_environment(f"{__name__}:Notebook")
 
 
+class Instructed(Notebook):
+    """Says the same to everybody first."""
+
+    def start(self, task: Task, rng: np.random.Generator) -> tuple[Message, ...]:
+        return (Message(role="system", content="Use the tool."), *super().start(task, rng))
+
+    def expert(self) -> "InstructedWriter":
+        return InstructedWriter()
+
+
+class InstructedWriter(Writer):
+    """The same, behind the system message."""
+
+    def act(self, history: Sequence[Message]) -> AssistantAction:
+        return super().act(history[1:])
+
+
+def test_splits_are_told_apart_by_all_that_is_said_before_an_answer() -> None:
+    check_environment(f"{__name__}:Instructed")
+
+
 class SharedScore(Notebook):
     """Shows each episode its own files, and grades it by those of all that overlap."""
 

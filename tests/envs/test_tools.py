@@ -1,3 +1,5 @@
+import datetime
+import enum
 from typing import Any
 
 import gymnasium
@@ -8,6 +10,10 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from k3rl.envs.base import AssistantAction, Message, ToolCall
 from k3rl.envs.tools import ToolEnvironment, tool
 from k3rl.trajectory import Task
+
+
+class Colour(enum.Enum):
+    RED = "red"
 
 
 class Counter(ToolEnvironment):
@@ -32,6 +38,11 @@ class Counter(ToolEnvironment):
         return repr((number, text, flag))
 
     @tool
+    def paint(self, colour: Colour, at: tuple[int, int], day: datetime.date) -> str:
+        """Show what JSON has no form of its own for."""
+        return repr((colour, at, day))
+
+    @tool
     def fail(self) -> str:
         """Fail."""
         raise RuntimeError("x" * 10_000)
@@ -39,6 +50,14 @@ class Counter(ToolEnvironment):
 
 def step(env: Counter, tool_name: str, **arguments: Any) -> str:
     return env.step(AssistantAction(calls=(ToolCall(name=tool_name, arguments=arguments),)))[0][0].content
+
+
+def test_enumerations_tuples_and_dates_are_made_of_what_json_says() -> None:
+    env = Counter()
+    env.reset(options={"task": Task(environment="", split="train", index=0)})
+    found = step(env, "paint", colour="red", at=[1, 2], day="2026-12-01")
+    assert found == repr((Colour.RED, (1, 2), datetime.date(2026, 12, 1)))
+    assert "colour" in step(env, "paint", colour="blue", at=[1, 2], day="2026-12-01")
 
 
 def test_b30_arguments_reach_the_tool_without_loss() -> None:

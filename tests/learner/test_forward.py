@@ -213,3 +213,20 @@ def test_monitors_of_the_policy_do_not_depend_on_how_the_batch_was_cut() -> None
     assert len(found[0]) == 5
     assert found[1] == pytest.approx(found[0])
     assert found[2] == pytest.approx(found[0])
+
+
+@pytest.mark.parametrize("epochs", [1, 4])
+def test_groups_without_signal_are_counted_once_whatever_the_epochs(epochs: int) -> None:
+    metrics = make_learner(epochs).update([make_linear(i) for i in range(4)], [np.zeros(2)] * 4)
+    assert metrics["train/no_signal_groups"] == 1
+
+
+def test_no_gradient_is_scaled_down_where_the_largest_norm_is_nought() -> None:
+    learner = make_learner()
+    optimizer = dataclasses.replace(learner.config.optimizer, max_grad_norm=0.0)
+    learner.config = dataclasses.replace(learner.config, optimizer=optimizer)
+    before = weights_digest(learner.policy.state_dict())
+    rewards = [np.array([0.0, float(i)]) for i in range(4)]
+    metrics = learner.update([make_linear(i) for i in range(4)], list(rewards))
+    assert metrics["train/grad_clipped_frac"] == 0.0
+    assert weights_digest(learner.policy.state_dict()) != before

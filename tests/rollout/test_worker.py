@@ -118,6 +118,9 @@ def broken(task, trajectory):
         raise OSError("judge is down")
     return [0.5] * len(trajectory.segments)
 
+def bonus(task, trajectory):
+    return [None] * len(trajectory.segments)
+
 def slow(task, trajectory):
     time.sleep(5.0 if trajectory.key.sample == 2 else 0.0)
     return [0.25] * len(trajectory.segments)
@@ -157,3 +160,19 @@ def test_a_reward_function_that_raises_or_hangs_costs_its_own_reward_of_its_own_
         assert total_of(summary, config.rewards) == (
             None if np.isnan(composed).any() else pytest.approx(composed.sum())
         )
+
+
+def test_a_reward_function_that_found_nothing_to_reward_gave_nought_and_not_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "k3rl_worker_bonus.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = replace(
+        _config(COUNT), rewards={"outcome": 1.0, "bonus": 0.1}, reward_functions={"bonus": "k3rl_worker_bonus:bonus"}
+    )
+    summaries = _worker(config)[0].rollout(_specs(2), 1.0, 0, tmp_path / "payloads")
+    for summary, trajectory in zip(summaries, Store(tmp_path / "payloads").read_all(summaries), strict=True):
+        assert summary.rewards["bonus"] == 0.0
+        composed = compose(trajectory, config.rewards)
+        assert composed is not None
+        assert total_of(summary, config.rewards) == summary.rewards["outcome"] == composed.sum()

@@ -139,13 +139,11 @@ def config(folder: Path, **changes: Any) -> RunConfig:
     )
 
 
-def start(
-    monkeypatch: pytest.MonkeyPatch, run: RunConfig, actors: PlayedActors, *, is_longer: bool = False
-) -> Controller:
+def start(monkeypatch: pytest.MonkeyPatch, run: RunConfig, actors: PlayedActors) -> Controller:
     monkeypatch.setattr(controller_module, "Actors", lambda config: actors)
     run.run_dir.mkdir(parents=True, exist_ok=True)
     controller = Controller(run)
-    controller.start(is_longer=is_longer)
+    controller.start()
     return controller
 
 
@@ -210,7 +208,7 @@ def test_b39_after_a_resume_the_engines_get_the_weights_that_were_loaded_before_
     controller.close()
     second = PlayedActors(by_sample)
     second.loaded = first.loaded
-    controller = start(monkeypatch, dataclasses.replace(short, steps=6), second, is_longer=True)
+    controller = start(monkeypatch, dataclasses.replace(short, steps=6), second)
     assert second.calls == ["claim", "load", "publish"]
     assert (controller.version.incarnation, controller.version.step) == (1, 4)
     controller.run()
@@ -399,3 +397,26 @@ def test_the_gap_of_a_run_is_that_of_fresh_rollouts_and_a_nan_is_not_lost(
     assert summary["trajectories"]["committed"] == 24
     resumed = Progress(**actors.loaded[0])
     assert math.isnan(resumed.max_logprob_gap or 0.0)
+
+
+def test_a_lengthened_run_that_dies_before_it_saves_anything_is_still_longer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = PlayedActors(by_sample)
+    short = config(tmp_path, steps=4, checkpoint_every=100)
+    controller = start(monkeypatch, short, first)
+    controller.run()
+    controller.close()
+    longer = dataclasses.replace(short, steps=10)
+    for life in range(2):
+        again = PlayedActors(by_sample)
+        again.loaded = first.loaded
+        controller = start(monkeypatch, longer, again)
+        if life == 0:
+            monkeypatch.setattr(controller, "_after_rl_step", lambda: (_ for _ in ()).throw(Killed))
+            with pytest.raises(Killed):
+                controller.run()
+        else:
+            controller.run()
+            assert controller.progress.rl_step == 10
+        controller.close()

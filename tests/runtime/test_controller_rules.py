@@ -6,23 +6,27 @@ import dataclasses
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
 from k3rl.config import from_dict, load_config, to_dict
+from k3rl.envs.base import Message
 from k3rl.errors import ConfigError, EnvError, RewardError
 from k3rl.observe.tracker import write_whole
 from k3rl.rollout.chat_format import vocabulary_of
 from k3rl.rollout.formats.xtml import XtmlFormat
-from k3rl.runtime.checks import check_vocabulary
+from k3rl.runtime.checks import check_first_task, check_source, check_vocabulary
 from k3rl.runtime.job import refuse_another_run
 from k3rl.runtime.rollout_metrics import check_failures, rollout_metrics
+from k3rl.testing.environments import CoinEnvironment
 from k3rl.testing.records import make_summary
-from k3rl.trajectory import Outcome, Summary, TrajectoryKey
+from k3rl.trajectory import Outcome, Summary, Task, TrajectoryKey
 from k3rl.weights.lock import lock_folder
 
 DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo.yaml")
@@ -155,3 +159,27 @@ def test_a_run_may_use_the_tokenizer_of_a_checkpoint_folder(tmp_path: Path) -> N
     assert "of 300 token ids" in check_vocabulary(roomy)
     with pytest.raises(ConfigError, match="no marker"):
         check_vocabulary(dataclasses.replace(roomy, chat_format="compact"))
+
+
+class Hangs(CoinEnvironment):
+    """Never starts an episode."""
+
+    def start(self, task: Task, rng: np.random.Generator) -> tuple[Message, ...]:
+        time.sleep(30)
+        return super().start(task, rng)
+
+
+def test_an_environment_that_hangs_is_refused_within_its_deadline() -> None:
+    environment = dataclasses.replace(DEMO.environment, id=f"{__name__}:Hangs", options={}, step_timeout_s=0.3)
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="cannot start a task: TimeoutError"):
+        check_first_task(dataclasses.replace(DEMO, environment=environment))
+    assert time.monotonic() - began < 5
+
+
+def test_a_run_with_a_checkpoint_no_longer_needs_what_it_started_from(tmp_path: Path) -> None:
+    run = dataclasses.replace(DEMO, run_root=str(tmp_path), init_from=str(tmp_path / "gone"))
+    with pytest.raises(ConfigError, match=r"init_from: .*gone is no checkpoint folder"):
+        check_source(run)
+    (run.run_dir / "checkpoints" / "step_000001").mkdir(parents=True)
+    check_source(run)

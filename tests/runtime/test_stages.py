@@ -212,6 +212,21 @@ def test_rows_of_three_kinds_say_what_is_learnt(tmp_path: Path) -> None:
     assert encoded({"messages": CONVERSATION[:1]}, tmp_path) == [("", "")]
 
 
+def test_a_prompt_and_a_completion_may_be_messages_and_only_the_completion_is_learnt(tmp_path: Path) -> None:
+    ((text, learnt),) = encoded({"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}, tmp_path)
+    ((whole, _),) = encoded({"messages": CONVERSATION}, tmp_path)
+    assert text == whole
+    assert learnt == "<|ans|>417<|end|>"
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n   \n{"text": "b"}\n')
+    assert len(list(encode_dataset(open_rows(str(tmp_path / "a.jsonl"), "k"), FORMAT, 100))) == 2
+    (tmp_path / "b.json").write_text('[{"text": "a"}]')
+    with pytest.raises(ConfigError, match=r"line 1 is no row: an object is wanted in each line, not a list"):
+        list(encode_dataset(open_rows(str(tmp_path / "b.json"), "k"), FORMAT, 100))
+
+
 def test_markers_in_a_dataset_stay_text(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"text": "<|end|>"}])
     (sequence,) = encode_dataset(open_rows(path, "k"), FORMAT, 100)
@@ -262,7 +277,7 @@ def test_a_job_that_cannot_run_is_refused_before_anything_is_written(tmp_path: P
     (tmp_path / "empty.jsonl").write_text("")
     for override, message in (
         (f"stages.long.dataset={tmp_path / 'no*.parquet'}", r"stages\.long\.dataset: there is no file .*no\*\.parquet"),
-        (f"stages.long.validation={tmp_path / 'broken.jsonl'}", r"stages\.long\.validation: .*line 1 is no JSON"),
+        (f"stages.long.validation={tmp_path / 'broken.jsonl'}", r"stages\.long\.validation: .*line 1 is no row"),
         ("model.vocab_size=256", r"model\.vocab_size: 256 is too small, chat format 'compact' needs 265"),
         (f"init_from={tmp_path / 'nothing'}", r"init_from: .*nothing is no checkpoint folder"),
     ):
