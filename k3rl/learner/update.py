@@ -37,7 +37,10 @@ class Learner:
         if objective.needs_value and not policy.capabilities.value:
             raise ConfigError(f"objective.preset: {objective.preset!r} needs a value head; set model.value_head: true")
         if objective.needs_reference and reference is None:
-            raise ConfigError("objective.kl_coef: a KL term needs a reference policy, and there is none")
+            raise ConfigError(
+                f"objective.preset: {objective.preset!r} as configured needs a reference policy or a teacher, "
+                "and there is none"
+            )
         self.policy = policy
         self.objective = objective
         self.config = config
