@@ -37,10 +37,8 @@ class Learner:
         if objective.needs_value and not policy.capabilities.value:
             raise ConfigError(f"objective.preset: {objective.preset!r} needs a value head; set model.value_head: true")
         if objective.needs_reference and reference is None:
-            raise ConfigError(
-                f"objective.preset: {objective.preset!r} as configured needs a reference policy or a teacher, "
-                "and there is none"
-            )
+            key = objective.key_that_needs("reference")
+            raise ConfigError(f"objective.{key}: it needs a reference policy or a teacher, and there is none")
         self.policy = policy
         self.objective = objective
         self.config = config

@@ -60,7 +60,7 @@ def compute_group_advantages(
 
     In expectation, leave-one-out without a deviation is the policy gradient; ``mean`` is (n - 1) / n of it; a deviation
     weighs tasks by how unsure their outcome is: with two samples the gradient is that of the probability of beating the
-    other one, divided by the square root of 2.
+    other one less that of losing to it, divided by the square root of 2.
     """
     scores = scores_J.double()
     advantages = torch.zeros_like(scores)
@@ -164,8 +164,8 @@ def token_returns(batch: ObjectiveBatch, objective: Objective) -> Advantages:
     """Discounted return from each trained token on, observations bridged; whitened over the batch.
 
     REINFORCE++, https://arxiv.org/abs/2501.03262. There is no critic, so nothing is expected after a limit that cut an
-    episode. Not whitened, it is the policy gradient; the batch's mean is a baseline that holds the sample itself, and
-    the deviation scales all of it.
+    episode. Not whitened, it is the policy gradient; whitened over a large batch, that divided by the deviation of the
+    returns; in a small one the batch's mean and deviation hold the sample itself.
     """
     returns, _ = _credit(batch, None, gamma=objective.gamma, gae_lambda=1.0, per_token=True)
     return Advantages(advantages=whiten(returns, batch.action_mask, objective.std))
@@ -175,8 +175,9 @@ def turn_gae(batch: ObjectiveBatch, objective: Objective) -> Advantages:
     """GAE over turns, whitened.
 
     The value of a turn is that of its first token's state; its advantage and return stand on all its tokens. A turn
-    that several chains share gets the mean over them. Not whitened, it is the policy gradient when the values are right
-    or lambda is 1; else each temporal difference is off by ``gamma V(next) - V`` less what that should be.
+    that several chains share gets the mean over them. Not whitened and with gamma 1, it is the policy gradient when
+    lambda is 1, whatever the values, or when these are right. With lambda 0, what comes after the next state counts as
+    the critic says.
     """
     return _gae(batch, objective, per_token=False)
 
@@ -192,9 +193,10 @@ def group_and_state(batch: ObjectiveBatch, objective: Objective) -> Advantages:
     GiGPO, https://arxiv.org/abs/2505.10978. Peers ask the environment what a state is. Here it is read off the
     tokens: ``same_state: observation`` takes turns of a group that answer the same observation for the same, whatever
     came before, and ``path`` only those whose whole context is the same. A turn whose state nobody shares gets no step
-    advantage. So with ``path``, leave-one-out and no deviation the step part is the policy gradient with each state's
-    share multiplied by the probability that another sample of the group comes by. ``observation`` is biased besides
-    where equal observations hide different states. There is no critic: nothing is expected after a limit.
+    advantage: with leave-one-out and no deviation the step part is the policy gradient with each state's share
+    multiplied by the probability that another sample of the group comes by. Equal observations that hide different
+    states make the baseline worse and add no bias, unless a sample makes the same one twice: then its baseline holds
+    what it did itself. There is no critic: nothing is expected after a limit.
     """
     episode = group_relative(batch, objective)
     returns, _ = _credit(batch, None, gamma=objective.gamma, gae_lambda=1.0, per_token=False)

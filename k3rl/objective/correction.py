@@ -48,8 +48,8 @@ def no_correction(batch: ObjectiveBatch, objective: Objective) -> Weights:
 def token_truncated(batch: ObjectiveBatch, objective: Objective) -> Weights:
     """Truncated importance sampling: w of the token, held within bounds.
 
-    Not truncated, it corrects the choice of each token and leaves the states to the rollout policy. The lower bound is
-    0 unless given: peers differ. https://arxiv.org/abs/1802.01561 §4.1.
+    Not truncated, it corrects the choice of each token; the states it is chosen in and what follows stay those of the
+    rollout policy. The lower bound is 0 unless given: peers differ. https://arxiv.org/abs/1802.01561 §4.1.
     """
     return _truncated(log_mismatch(batch), objective)
 

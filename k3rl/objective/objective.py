@@ -87,16 +87,16 @@ class Objective:
         return {name: TERMS[name] for name in self.terms if getattr(self, TERMS[name].coef)}
 
     @property
-    def pieces(self) -> tuple[Piece[Any], ...]:
-        """The rows that take part."""
-        chosen = (table[getattr(self, axis)] for axis, table in AXES.items())
-        penalties = (REWARD_KL,) if self.penalises else ()
-        return (*chosen, *penalties, *self.active_terms.values())
+    def pieces(self) -> dict[str, Piece[Any]]:
+        """The rows that take part, by the key that makes them do so."""
+        chosen = {axis: table[getattr(self, axis)] for axis, table in AXES.items()}
+        penalties = {"reward_kl_coef": REWARD_KL} if self.penalises else {}
+        return {**chosen, **penalties, **{term.coef: term for term in self.active_terms.values()}}
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Configuration keys that this objective uses, in order of name."""
-        rows = (*self.pieces, *(TERMS[name] for name in self.terms))
+        rows = (*self.pieces.values(), *(TERMS[name] for name in self.terms))
         return tuple(sorted({"epochs", *AXES}.union(*(row.keys for row in rows))))
 
     @property
@@ -111,12 +111,16 @@ class Objective:
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset(need for piece in self.pieces for need in piece.needs)
+        return frozenset(need for piece in self.pieces.values() for need in piece.needs)
+
+    def key_that_needs(self, need: Need) -> str:
+        """The first key whose value makes it need that."""
+        return next(key for key, piece in self.pieces.items() if need in piece.needs)
 
     @property
     def gives(self) -> frozenset[Need]:
         """What its rows may need of each other and of the keys."""
-        given: set[Need] = {need for piece in self.pieces for need in piece.gives}
+        given: set[Need] = {need for piece in self.pieces.values() for need in piece.gives}
         if self.horizon is not None:
             given.add("horizon")
         if "ratio" not in given or self.anchor != "rollout":
@@ -134,7 +138,7 @@ class Objective:
     @property
     def is_linear(self) -> bool:
         """The gradient does not depend on the vectors, so the first pass can be left out."""
-        return all(piece.linear for piece in self.pieces)
+        return all(piece.linear for piece in self.pieces.values())
 
     def prepare(self, batch: ObjectiveBatch, vectors: TokenVectors | None = None) -> ObjectiveBatch:
         """Fill in advantages, returns and global weights; ``vectors`` are those before any step."""

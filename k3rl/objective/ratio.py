@@ -55,7 +55,7 @@ def compute_log_ratio(logprob: torch.Tensor, batch: ObjectiveBatch, anchor: Anch
 def token_ratio(logprob: torch.Tensor, batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
     """``train - anchor`` of each token (PPO, https://arxiv.org/abs/1707.06347).
 
-    It corrects the choice of the token itself: the states stay distributed as the anchor visits them.
+    It corrects the choice of the token itself; the states it is chosen in and what follows stay those of the anchor.
     """
     return compute_log_ratio(logprob, batch, objective.anchor)
 

@@ -46,10 +46,8 @@ def check_objective(config: RunConfig) -> str:
             f"rollout.group_size: {config.objective.preset!r} compares the samples of a task; it must be at least 2"
         )
     if objective.needs_reference:
-        raise ConfigError(
-            f"objective.preset: {config.objective.preset!r} as configured needs a reference policy or a teacher "
-            "(a KL coefficient that is not 0, or its advantage), which a run does not keep"
-        )
+        key = objective.key_that_needs("reference")
+        raise ConfigError(f"objective.{key}: it needs a reference policy or a teacher, which a run does not keep")
     return objective.formula()
 
 
