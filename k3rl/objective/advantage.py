@@ -313,13 +313,15 @@ ADVANTAGES: dict[str, Piece[Callable[[ObjectiveBatch, Objective], Advantages]]] 
         compute=turn_gae,
         text=lambda o: _gae_text(o, "turns"),
         keys=("gamma", "gae_lambda", "std", *_REWARD),
-        needs=("value",),
+        needs=("value", "critic"),
+        gives=("returns",),
     ),
     "gae_token": Piece(
         compute=token_gae,
         text=lambda o: _gae_text(o, "tokens"),
         keys=("gamma", "gae_lambda", "std", *_REWARD),
-        needs=("value",),
+        needs=("value", "critic"),
+        gives=("returns",),
     ),
     "group_and_state": Piece(
         compute=group_and_state,

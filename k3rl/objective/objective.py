@@ -96,8 +96,12 @@ class Objective:
     @property
     def keys(self) -> tuple[str, ...]:
         """Configuration keys that this objective uses, in order of name."""
-        rows = (*self.pieces.values(), *(TERMS[name] for name in self.terms))
-        return tuple(sorted({"epochs", *AXES}.union(*(row.keys for row in rows))))
+        return tuple(sorted({"epochs", *AXES}.union(*(row.keys for row in self._rows))))
+
+    @property
+    def _rows(self) -> tuple[Piece[Any], ...]:
+        """The rows that take part, and the terms that would with a coefficient."""
+        return (*self.pieces.values(), *(TERMS[name] for name in self.terms))
 
     @property
     def penalises(self) -> bool:
@@ -120,7 +124,7 @@ class Objective:
     @property
     def gives(self) -> frozenset[Need]:
         """What its rows may need of each other and of the keys."""
-        given: set[Need] = {need for piece in self.pieces.values() for need in piece.gives}
+        given: set[Need] = {need for row in self._rows for need in row.gives}
         if self.horizon is not None:
             given.add("horizon")
         if "ratio" not in given or self.anchor != "rollout":

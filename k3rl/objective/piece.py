@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Need = Literal["value", "reference", "rollout", "horizon", "group", "ratio", "uncorrected"]
+Need = Literal["value", "reference", "rollout", "horizon", "group", "ratio", "uncorrected", "critic", "returns"]
 """A value head, log-probabilities of a reference policy or a teacher, those of the policy that sampled, the longest
-episode, samples of one task whose rewards differ, a ratio of two policies, and that off-policy sampling is not yet
-corrected by that ratio."""
+episode, samples of one task whose rewards differ, a ratio of two policies, that off-policy sampling is not yet
+corrected by that ratio, a value head that is trained, and what to train it on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -110,6 +110,8 @@ REFUSALS: dict[Need, str] = {
         "objective.correction: the ratio against 'rollout' holds the weights of {o.correction!r} already; "
         "set objective.anchor: initial"
     ),
+    "critic": "objective.advantage: {o.advantage!r} needs a critic, which {o.preset!r} does not train; take 'ppo'",
+    "returns": "objective.advantage: {o.advantage!r} gives the critic nothing to learn; set objective.value_coef: 0",
 }
 """What to say when no row gives what another needs."""
 
@@ -134,8 +136,9 @@ def resolve(config: ObjectiveConfig, *, horizon: int | None = None) -> Objective
         if name in RANGES and not RANGES[name][0] <= value <= RANGES[name][1]:
             low, high = RANGES[name]
             raise ConfigError(f"objective.{name}: must be from {low:g} to {high:g}, got {value}")
-    for need in objective.needs & REFUSALS.keys() - objective.gives:
-        raise ConfigError(REFUSALS[need].format(o=objective))
+    for need, refusal in REFUSALS.items():
+        if need in objective.needs - objective.gives:
+            raise ConfigError(refusal.format(o=objective))
     return objective
 
 

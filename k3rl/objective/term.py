@@ -120,6 +120,7 @@ TERMS: dict[str, Term] = {
         coef="value_coef",
         keys=("value_coef", "value_clip"),
         metric="value_loss",
-        needs=("value",),
+        needs=("value", "returns"),
+        gives=("critic",),
     ),
 }

@@ -353,6 +353,8 @@ def test_a_step_is_compared_with_those_that_read_the_same() -> None:
     [
         ({"correction": "token"}, "already; set objective.anchor: initial"),
         ({"preset": "sft", "trust_region": "clip"}, "'clip' bounds a ratio"),
+        ({"advantage": "gae_turn"}, "'grpo' does not train; take 'ppo'"),
+        ({"preset": "ppo", "advantage": "group"}, "'group' gives the critic nothing to learn"),
         ({"preset": "sft", "anchor": "initial"}, r"objective\.anchor: preset 'sft' does not use it"),
         ({"count_rejected": False}, r"objective\.count_rejected.*does not use it"),
         ({"trust_region": "clips"}, r"no trust_region 'clips'.*'clip'"),
