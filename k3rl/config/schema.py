@@ -271,16 +271,53 @@ class ObjectiveConfig:
     """A preset and what it lets you change. None means: what the preset says. A key the preset ignores is an error."""
 
     preset: str = "grpo"
-    clip_low: float | None = None
-    clip_high: float | None = None
-    normaliser: Literal["tokens", "sequences", "trajectories", "constant"] | None = None
-    std: Literal["none", "sample", "population"] | None = None
+    # rows of the objective's tables; `k3rl train CONFIG --dry-run` prints what they make
+    advantage: str | None = None
+    ratio: str | None = None
+    trust_region: str | None = None
+    correction: str | None = None
+    rejection: str | None = None
+    normaliser: str | None = None
+    # advantage
     baseline: Literal["mean", "leave_one_out"] | None = None
+    std: Literal["none", "sample", "population"] | None = None
+    """The deviation that divides, with n - 1 or n."""
+    spread: Literal["group", "batch"] | None = None
+    """Whose deviation: that of the group's scores or of all."""
     gamma: float | None = None
     gae_lambda: float | None = None
+    step_weight: float | None = None
+    same_state: Literal["observation", "path"] | None = None
+    """What two turns must have in common to be compared."""
+    teacher_cap: float | None = None
+    """Largest advantage that a teacher gives or takes, in nats."""
+    # ratio and trust region
+    anchor: Literal["rollout", "initial"] | None = None
+    """Whom the policy's ratio is taken against: what sampled, or the learner before its first step on the batch."""
+    clip_low: float | None = None
+    clip_high: float | None = None
+    """Widths: a ratio is held from ``1 - clip_low`` to ``1 + clip_high``."""
+    dual_clip: float | None = None
+    tau_positive: float | None = None
+    tau_negative: float | None = None
+    divergence: float | None = None
+    """How far the probability of a token may move."""
+    # correction and rejection, of weights that are initial / rollout
+    truncate_low: float | None = None
+    truncate_high: float | None = None
+    keep_low: float | None = None
+    keep_high: float | None = None
+    count_rejected: bool | None = None
+    """Rejected tokens stay in the denominators and in the other terms; else it is as if they were not trained."""
+    # terms
     value_coef: float | None = None
     value_clip: float | None = None
+    kl: str | None = None
     kl_coef: float | None = None
+    reward_kl: Literal["k1", "k2", "k3"] | None = None
+    reward_kl_coef: float | None = None
+    drift_coef: float | None = None
+    """Weight of the squared log-ratio."""
     entropy_coef: float | None = None
     epochs: int | None = None
     """Optimiser passes over one batch."""

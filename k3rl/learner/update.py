@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,13 +31,17 @@ class Learner:
         objective: Objective,
         config: LearnerConfig,
         total_steps: int,
-        reference: Policy | None = None,
+        reference: Policy | Mapping[str, Policy] | None = None,
     ) -> None:
-        """``total_steps`` is the number of updates over which the learning rate decays."""
+        """``total_steps`` is the number of updates over which the learning rate decays.
+
+        ``reference`` is what a KL is against, or the teacher: one, or one for each environment by its id.
+        """
         if objective.needs_value and not policy.capabilities.value:
             raise ConfigError(f"objective.preset: {objective.preset!r} needs a value head; set model.value_head: true")
         if objective.needs_reference and reference is None:
-            raise ConfigError("objective.kl_coef: a KL term needs a reference policy, and there is none")
+            key = objective.key_that_needs("reference")
+            raise ConfigError(f"objective.{key}: it needs a reference policy or a teacher, and there is none")
         self.policy = policy
         self.objective = objective
         self.config = config
@@ -72,9 +76,8 @@ class Learner:
         if not walk.waves:
             self._zero_gradients()
             return metrics
-        if objective.needs_reference and self.reference is not None:
-            reference = compute_vectors(self.reference, batch, self._plan(self.reference, batch, with_value=False))
-            batch = dataclasses.replace(batch, reference_logprobs=reference.logprob)
+        if objective.needs_reference:
+            batch = dataclasses.replace(batch, reference_logprobs=self.score_by_reference(batch, trajectories))
         for _ in range(objective.epochs):
             self._zero_gradients()
             is_first = batch.weights is None
@@ -86,6 +89,22 @@ class Learner:
                 break  # the same batch on the same weights would be refused again
         metrics.sum("train/update_s", time.perf_counter() - started)
         return metrics
+
+    def score_by_reference(self, batch: ObjectiveBatch, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+        """Log-probabilities of what is trained by the reference policy that each trajectory has, [T]; 0 elsewhere."""
+        environments = [t.task.environment for t in trajectories]
+        own = self.reference if isinstance(self.reference, Mapping) else dict.fromkeys(environments, self.reference)
+        logprobs = torch.zeros(batch.num_tokens)
+        for environment in sorted(set(environments)):
+            policy = own.get(environment)
+            if policy is None:
+                known = ", ".join(sorted(own))
+                raise TrainingError(f"no reference policy for environment {environment!r}; there are: {known}")
+            here = torch.tensor([e == environment for e in environments])[batch.trajectory] & batch.action_mask
+            part = dataclasses.replace(batch, action_mask=here)
+            found = compute_vectors(policy, part, self._plan(policy, part, with_value=False)).logprob
+            logprobs = torch.where(here, found, logprobs)
+        return logprobs
 
     def loss_on(self, trajectories: Sequence[Trajectory]) -> Mean:
         """Negative log-likelihood of all actions together, in nats, and how many tokens they are."""

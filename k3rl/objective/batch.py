@@ -4,18 +4,26 @@ A sample is a root-to-leaf path of a trajectory's token tree. Its first token is
 follow each other in one flat order. A sampled token is trained in the first path that holds it and is an observation
 in every other one. Rewards, returns and bootstraps run along the credit chain (``Segment.follows``) instead.
 
+A turn also knows its state: a number that turns share, within a group, when they chose from the same. By ``path`` that
+is every token of the path before the turn; by ``observation`` only what was appended since the last action of the path
+(all of it when that is nothing). How those tokens were cut into segments does not matter.
+
 Letters: T target tokens, N samples, J trajectories, M turns (trained action segments), S segments of one trajectory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import numpy as np
 import torch
 
 from k3rl.trajectory import NO_ROUTE, Segment, Trajectory
+
+StateKind = Literal["observation", "path"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +85,18 @@ class ObjectiveBatch:
     trajectory: torch.Tensor  # [T] int64
     group: torch.Tensor  # [J] int64
     scored: torch.Tensor  # [J] bool; False: a reward is absent, so no token of the trajectory is trained
-    turn_ranges: torch.Tensor  # [M, 2] int64, flat begin and end of each turn
+    turn_ranges: torch.Tensor  # [M, 2] int64, flat begin and end of each turn, in order
+    states: Mapping[StateKind, torch.Tensor]  # [M] int64, of each turn
     temperature: float = 1.0
-    reference_logprobs: torch.Tensor | None = None  # [T]
+    reference_logprobs: torch.Tensor | None = None  # [T], of the reference policy or of the teacher
+    # what Objective.prepare fills in
+    initial: TokenVectors | None = None  # what the policy said before the first step on this batch; no gradient
+    penalties: torch.Tensor | None = None  # [T] float64, what each token takes off the reward
     advantages: torch.Tensor | None = None  # [T]
     returns: torch.Tensor | None = None  # [T], targets of the value head
-    initial: TokenVectors | None = None  # what the policy said before the first step on this batch; no gradient
     weights: torch.Tensor | None = None  # [T], the normaliser: loss = sum(weights * token loss)
+    correction: torch.Tensor | None = None  # [T], multiplied onto the policy's loss
+    raw_correction: torch.Tensor | None = None  # [T], before any bound or rejection
     num_no_signal: int = 0  # groups whose rewards do not vary
 
     @property
@@ -93,6 +106,11 @@ class ObjectiveBatch:
     @property
     def num_trained(self) -> int:
         return int(self.action_mask.sum())
+
+    @property
+    def turn(self) -> torch.Tensor:
+        """[T] int64: the turn that a trained token is of; of any other token, some number up to M."""
+        return torch.bucketize(torch.arange(self.num_tokens), self.turn_ranges[:, 1].contiguous(), right=True)
 
     def samples_to_compute(self, *, with_value: bool) -> set[int]:
         """Samples that have trained tokens and, with values, those that hold a value which a credit chain reads.
@@ -131,6 +149,8 @@ class _Builder:
     logprobs: list[np.ndarray] = field(default_factory=list)
     turn_ranges: list[tuple[int, int]] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
+    states: dict[StateKind, list[int]] = field(default_factory=lambda: {kind: [] for kind in get_args(StateKind)})
+    numbers: dict[tuple[int, bytes], int] = field(default_factory=dict)  # of group and digest
     groups: list[int] = field(default_factory=list)
     scored: list[bool] = field(default_factory=list)
     size: int = 0
@@ -146,6 +166,11 @@ class _Builder:
         after: dict[int, int] = {}
         for path in trajectory.paths():
             self._add_path(trajectory, path, scored, turn_of, after)
+        digests = _digest_states(trajectory)
+        for index in turn_of:  # in order of turns
+            for kind, digest in digests[index].items():
+                key = (self.groups[-1], digest)
+                self.states[kind].append(self.numbers.setdefault(key, len(self.numbers)))
         credited = _credited_turns(trajectory, turn_of)
         for turn, reward in zip(credited, values, strict=True):
             if turn is not None:
@@ -227,6 +252,7 @@ class _Builder:
             group=torch.tensor(self.groups, dtype=torch.int64),
             scored=torch.tensor(self.scored, dtype=torch.bool),
             turn_ranges=ranges,
+            states={kind: torch.tensor(numbers, dtype=torch.int64) for kind, numbers in self.states.items()},
             temperature=temperature,
         )
 
@@ -247,6 +273,27 @@ def _credited_turns(trajectory: Trajectory, turn_of: dict[int, int]) -> list[int
         previous = _previous(trajectory, i)
         credited.append(turn_of.get(i, None if previous is None else credited[previous]))
     return credited
+
+
+def _digest_states(trajectory: Trajectory) -> list[dict[StateKind, bytes]]:
+    """Of each segment, digests of the tokens before it: of all of them, and of those since the last action."""
+    paths: list[hashlib._Hash] = []
+    recents: list[hashlib._Hash | None] = []  # None: nothing since
+    before: list[dict[StateKind, bytes]] = []
+    for segment in trajectory.segments:
+        path = hashlib.sha256() if segment.context is None else paths[segment.context].copy()
+        recent = None if segment.context is None else recents[segment.context]
+        before.append({"path": path.digest(), "observation": (path if recent is None else recent).digest()})
+        tokens = np.ascontiguousarray(segment.token_ids, dtype=np.int32).tobytes()
+        path.update(tokens)
+        paths.append(path)
+        if segment.kind == "action":
+            recent = None
+        elif tokens:
+            recent = hashlib.sha256(b"recent") if recent is None else recent.copy()
+            recent.update(tokens)
+        recents.append(recent)
+    return before
 
 
 def _routes(segments: Sequence[Segment]) -> torch.Tensor | None:

@@ -12,53 +12,58 @@ from typing import TYPE_CHECKING
 import torch
 
 from k3rl.objective.batch import ObjectiveBatch
+from k3rl.objective.level import LEVELS, sum_by
 from k3rl.objective.piece import Piece
 
 if TYPE_CHECKING:
     from k3rl.objective.objective import Objective
 
+Normalise = Callable[[ObjectiveBatch, "Objective"], torch.Tensor]
+
 
 def over_tokens(batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
-    """1 / trained tokens."""
+    """1 / trained tokens (DAPO, https://arxiv.org/abs/2503.14476 §3.3)."""
     trained = batch.action_mask.double()
     return trained / trained.sum().clamp(min=1)
 
 
-def over_sequences(batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
-    """Mean over samples of the mean over their tokens."""
-    return _mean_of_means(batch, batch.sample)
+def mean_of_means(level: str) -> Normalise:
+    """Mean over the rows of a level of the mean over their trained tokens.
+
+    By sequence: GRPO, https://arxiv.org/abs/2402.03300. By trajectory, it does not matter in how many samples one lies.
+    By group, no task outweighs another (https://arxiv.org/abs/2510.13786).
+    """
+
+    def compute(batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
+        row, trained = LEVELS[level](batch), batch.action_mask.double()
+        tokens = sum_by(row, trained)
+        return trained / tokens[row].clamp(min=1) / (tokens > 0).sum().clamp(min=1)
+
+    return compute
 
 
-def over_trajectories(batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
-    """Mean over trajectories of the mean over their tokens, in however many samples they lie."""
-    return _mean_of_means(batch, batch.trajectory)
+def trajectory_sums(batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
+    """1 / trajectories: mean over trajectories of the sum over their tokens, which is that of the policy gradient."""
+    trained = batch.action_mask.double()
+    return trained / (sum_by(batch.trajectory, trained) > 0).sum().clamp(min=1)
 
 
 def over_constant(batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
-    """1 / (trajectories * ``horizon``), blind to how long each is (https://arxiv.org/abs/2503.20783)."""
+    """1 / (trajectories * ``horizon``), blind to how long each is (Dr. GRPO, https://arxiv.org/abs/2503.20783)."""
     assert objective.horizon is not None
-    trained = batch.action_mask.double()
-    return trained / (sum_by(batch.trajectory, trained) > 0).sum().clamp(min=1) / objective.horizon
+    return trajectory_sums(batch, objective) / objective.horizon
 
 
-def sum_by(row: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Sums of ``values`` [T] over the tokens of each row, [rows], where ``row`` [T] is that of each token."""
-    count = int(row.max()) + 1 if len(row) else 0
-    return values.new_zeros(count).index_add(0, row, values)
+def _mean_over(unit: str) -> Callable[[Objective], str]:
+    return lambda o: f"mean over {unit} of the global batch"
 
 
-def _mean_of_means(batch: ObjectiveBatch, row: torch.Tensor) -> torch.Tensor:
-    trained = batch.action_mask.double()
-    tokens = sum_by(row, trained)
-    return trained / tokens[row].clamp(min=1) / (tokens > 0).sum().clamp(min=1)
-
-
-NORMALISERS: dict[str, Piece[Callable[[ObjectiveBatch, Objective], torch.Tensor]]] = {
-    "tokens": Piece(compute=over_tokens, text=lambda o: "mean over tokens of the global batch", linear=True),
-    "sequences": Piece(compute=over_sequences, text=lambda o: "mean over sequences of the global batch", linear=True),
-    "trajectories": Piece(
-        compute=over_trajectories, text=lambda o: "mean over trajectories of the global batch", linear=True
-    ),
+NORMALISERS: dict[str, Piece[Normalise]] = {
+    "tokens": Piece(compute=over_tokens, text=_mean_over("tokens"), linear=True),
+    "sequences": Piece(compute=mean_of_means("sequence"), text=_mean_over("sequences"), linear=True),
+    "trajectories": Piece(compute=mean_of_means("trajectory"), text=_mean_over("trajectories"), linear=True),
+    "groups": Piece(compute=mean_of_means("group"), text=_mean_over("groups"), linear=True),
+    "sums": Piece(compute=trajectory_sums, text=lambda o: "1 / trajectories of the global batch", linear=True),
     "constant": Piece(
         compute=over_constant,
         text=lambda o: f"1 / (trajectories of the global batch * horizon {o.horizon})",

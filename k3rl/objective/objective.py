@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,43 +11,73 @@ import torch
 
 from k3rl.errors import TrainingError
 from k3rl.metrics import Metrics
-from k3rl.objective.advantage import ADVANTAGES, Baseline, Std
-from k3rl.objective.batch import ObjectiveBatch, TokenVectors
-from k3rl.objective.correction import CORRECTIONS
+from k3rl.objective.advantage import ADVANTAGES, Baseline, Spread, Std
+from k3rl.objective.batch import ObjectiveBatch, StateKind, TokenVectors
+from k3rl.objective.correction import CORRECTIONS, REJECTIONS
+from k3rl.objective.kl import REWARD_KL
 from k3rl.objective.normaliser import NORMALISERS
 from k3rl.objective.piece import Need, Piece
-from k3rl.objective.ratio import RATIOS, compute_log_ratio
+from k3rl.objective.ratio import RATIOS, Anchor, compute_log_ratio
 from k3rl.objective.term import TERMS, Term
 from k3rl.objective.trust_region import TRUST_REGIONS
+from k3rl.objective.watch import add_token_mean, watch_correction, watch_mismatch, watch_ratio
+
+AXES: dict[str, Mapping[str, Piece[Any]]] = {
+    "advantage": ADVANTAGES,
+    "ratio": RATIOS,
+    "trust_region": TRUST_REGIONS,
+    "correction": CORRECTIONS,
+    "rejection": REJECTIONS,
+    "normaliser": NORMALISERS,
+}
+"""The tables; an objective takes one row of each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
     """A function of token vectors and of the batch, and of nothing else.
 
-    ``loss = sum(w * (correction * trust_region(ratio, A))) + sum over terms of coefficient * sum(w * term)``.
+    ``loss = sum(w * (correction * trust_region(log r, A))) + sum over terms of coefficient * sum(w * term)``.
     """
 
     preset: str
     # rows of the tables
     advantage: str
-    ratio: str
-    trust_region: str = "none"
+    ratio: str = "token"
+    trust_region: str = "clip"
     correction: str = "none"
+    rejection: str = "none"
     normaliser: str = "tokens"
-    kl: str = "k3"
     terms: tuple[str, ...] = ()
     # what the rows read; a preset may have another default
     horizon: int | None = None
     std: Std = "sample"
+    spread: Spread = "group"
     baseline: Baseline = "mean"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
     gamma: float = 1.0
     gae_lambda: float = 0.95
+    step_weight: float = 1.0
+    same_state: StateKind = "observation"
+    teacher_cap: float = 5.0
+    anchor: Anchor = "rollout"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 3.0
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    divergence: float = 0.2
+    truncate_low: float = 0.0
+    truncate_high: float = 2.0
+    keep_low: float = 0.5
+    keep_high: float = 2.0
+    count_rejected: bool = True
     value_coef: float = 0.5
     value_clip: float = 0.2
+    kl: str = "k3"
     kl_coef: float = 0.0
+    reward_kl: str = "k1"
+    reward_kl_coef: float = 0.0
+    drift_coef: float = 0.0
     entropy_coef: float = 0.0
     epochs: int = 1
 
@@ -56,26 +87,49 @@ class Objective:
         return {name: TERMS[name] for name in self.terms if getattr(self, TERMS[name].coef)}
 
     @property
-    def pieces(self) -> tuple[Piece[Any], ...]:
-        """The rows that take part."""
-        return (
-            ADVANTAGES[self.advantage],
-            RATIOS[self.ratio],
-            TRUST_REGIONS[self.trust_region],
-            CORRECTIONS[self.correction],
-            NORMALISERS[self.normaliser],
-            *self.active_terms.values(),
-        )
+    def pieces(self) -> dict[str, Piece[Any]]:
+        """The rows that take part, by the key that makes them do so."""
+        chosen = {axis: table[getattr(self, axis)] for axis, table in AXES.items()}
+        penalties = {"reward_kl_coef": REWARD_KL} if self.penalises else {}
+        return {**chosen, **penalties, **{term.coef: term for term in self.active_terms.values()}}
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Configuration keys that this objective uses, in order of name."""
-        rows = (*self.pieces, *(TERMS[name] for name in self.terms))
-        return tuple(sorted({"epochs", "normaliser"}.union(*(row.keys for row in rows))))
+        return tuple(sorted({"epochs", *AXES}.union(*(row.keys for row in self._rows))))
+
+    @property
+    def _rows(self) -> tuple[Piece[Any], ...]:
+        """The rows that take part, and the terms that would with a coefficient."""
+        return (*self.pieces.values(), *(TERMS[name] for name in self.terms))
+
+    @property
+    def penalises(self) -> bool:
+        """A KL is taken off the rewards."""
+        return "reward_kl_coef" in ADVANTAGES[self.advantage].keys and self.reward_kl_coef != 0
+
+    @property
+    def drops_rejected(self) -> bool:
+        """Rejected tokens are as if they were not trained."""
+        return "count_rejected" in self.keys and not self.count_rejected
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset(need for piece in self.pieces for need in piece.needs)
+        return frozenset(need for piece in self.pieces.values() for need in piece.needs)
+
+    def key_that_needs(self, need: Need) -> str:
+        """The first key whose value makes it need that."""
+        return next(key for key, piece in self.pieces.items() if need in piece.needs)
+
+    @property
+    def gives(self) -> frozenset[Need]:
+        """What its rows may need of each other and of the keys."""
+        given: set[Need] = {need for row in self._rows for need in row.gives}
+        if self.horizon is not None:
+            given.add("horizon")
+        if "ratio" not in given or self.anchor != "rollout":
+            given.add("uncorrected")
+        return frozenset(given)
 
     @property
     def needs_value(self) -> bool:
@@ -88,34 +142,40 @@ class Objective:
     @property
     def is_linear(self) -> bool:
         """The gradient does not depend on the vectors, so the first pass can be left out."""
-        return all(piece.linear for piece in self.pieces)
+        return all(piece.linear for piece in self.pieces.values())
 
     def prepare(self, batch: ObjectiveBatch, vectors: TokenVectors | None = None) -> ObjectiveBatch:
         """Fill in advantages, returns and global weights; ``vectors`` are those before any step."""
         if self.needs_value and (vectors is None or vectors.value is None):
             raise TrainingError(f"objective {self.preset!r} needs values, and the policy gave none")
-        initial = None if vectors is None else vectors.detached()
-        found = ADVANTAGES[self.advantage].compute(batch, initial, self)
+        batch = dataclasses.replace(batch, initial=None if vectors is None else vectors.detached())
+        if self.penalises:
+            batch = dataclasses.replace(batch, penalties=self.reward_kl_coef * REWARD_KL.compute(batch, self))
+        found = ADVANTAGES[self.advantage].compute(batch, self)
+        weights = CORRECTIONS[self.correction].compute(batch, self)
+        correction = torch.where(REJECTIONS[self.rejection].compute(batch, self), weights.used, 0.0)
+        counted = batch.action_mask & (correction > 0) if self.drops_rejected else batch.action_mask
         return dataclasses.replace(
             batch,
             advantages=torch.where(batch.action_mask, found.advantages, 0.0),
             returns=found.returns,
             num_no_signal=found.num_no_signal,
-            weights=NORMALISERS[self.normaliser].compute(batch, self),
-            initial=initial,
+            weights=NORMALISERS[self.normaliser].compute(dataclasses.replace(batch, action_mask=counted), self),
+            correction=correction,
+            raw_correction=weights.raw,
         )
 
     def loss(self, vectors: TokenVectors, batch: ObjectiveBatch) -> tuple[torch.Tensor, Metrics]:
         """Scalar loss and its metrics. ``batch`` comes from :meth:`prepare`; diagnostics are taken before any clip."""
-        if batch.advantages is None or batch.weights is None:
+        if batch.advantages is None or batch.weights is None or batch.correction is None:
             raise ValueError("call Objective.prepare before Objective.loss")
         logprob = vectors.logprob
-        advantages, weights = batch.advantages.to(logprob), batch.weights.to(logprob)
+        advantages, weights, correction = (x.to(logprob) for x in (batch.advantages, batch.weights, batch.correction))
         region = TRUST_REGIONS[self.trust_region]
-        ratio = RATIOS[self.ratio].compute(logprob, batch, self)
-        token_loss = region.compute(ratio, advantages, batch, self)
-        policy_loss = (weights * token_loss * CORRECTIONS[self.correction].compute(logprob, batch, self)).sum()
-        watched = {"entropy": vectors.entropy, "logprob": logprob, **region.watch(ratio.detach(), advantages, self)}
+        log_ratio = RATIOS[self.ratio].compute(logprob, batch, self)
+        policy_loss = (weights * correction * region.compute(log_ratio, advantages, batch, self)).sum()
+        watched = {"entropy": vectors.entropy, "logprob": logprob}
+        watched.update(region.watch(log_ratio.detach(), advantages, batch, self))
         if vectors.value is not None:
             watched["value"] = vectors.value
         total = policy_loss
@@ -130,48 +190,27 @@ class Objective:
             metrics.mean("train/loss", float(total.detach()))
         if "rollout" in self.needs:
             watched["advantage_abs"] = advantages.abs()
+            watch_ratio(metrics, compute_log_ratio(logprob.detach(), batch), batch.action_mask)
             before = logprob if batch.initial is None else batch.initial.logprob
-            _watch_ratio(metrics, compute_log_ratio(logprob.detach(), batch), batch.action_mask)
-            _watch_gap(metrics, compute_log_ratio(before.detach(), batch), batch.action_mask)
+            watch_mismatch(metrics, compute_log_ratio(before.detach().double(), batch), batch)
+        if not CORRECTIONS[self.correction].linear or not REJECTIONS[self.rejection].linear:
+            watch_correction(metrics, batch)
+        if batch.penalties is not None:
+            watched["reward_kl"] = batch.penalties / self.reward_kl_coef
         for name, values in watched.items():
-            _add_token_mean(metrics, name, values, batch.action_mask)
+            add_token_mean(metrics, name, values, batch.action_mask)
         return total, metrics
 
     def formula(self) -> str:
         """The resolved formula, one term a line, as printed at the start of a run."""
-        policy = CORRECTIONS[self.correction].text(self) + TRUST_REGIONS[self.trust_region].text(self)
+        factors = REJECTIONS[self.rejection].text(self) + CORRECTIONS[self.correction].text(self)
+        policy = factors + TRUST_REGIONS[self.trust_region].text(self)
+        counted = ", rejected tokens not counted" if self.drops_rejected else ""
         parts = {
             "policy": f"{policy}, r = {RATIOS[self.ratio].text(self)}",
             "A": ADVANTAGES[self.advantage].text(self),
-            "w": NORMALISERS[self.normaliser].text(self),
+            "w": NORMALISERS[self.normaliser].text(self) + counted,
             **{name: term.text(self) for name, term in self.active_terms.items()},
         }
         title = f"objective {self.preset}: sum over trained tokens of w (policy + terms), {self.epochs} epoch(s)"
         return "\n".join([title, *(f"  {name:<7} {text}" for name, text in parts.items())])
-
-
-def _watch_ratio(metrics: Metrics, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
-    """How far the policy that trains is from the one that sampled, token by token; ``log_ratio`` [T]."""
-    wide = log_ratio.double()
-    ratio = wide.exp()
-    _add_token_mean(metrics, "ratio", ratio, mask)
-    _add_token_mean(metrics, "rollout_kl", ratio - 1 - wide, mask)
-    if bool(mask.any()):
-        metrics.max("train/ratio_max", float(ratio[mask].max()))
-
-
-def _watch_gap(metrics: Metrics, log_ratio: torch.Tensor, mask: torch.Tensor) -> None:
-    """How far rollout and learner disagree; ``log_ratio`` [T] is that before the first step on the batch.
-
-    After a step it would be what was learned; so every epoch gives the same.
-    """
-    gap = log_ratio.double().abs()
-    _add_token_mean(metrics, "logprob_gap", gap, mask)
-    if bool(mask.any()):
-        metrics.max("train/logprob_gap_max", float(gap[mask].max()))
-
-
-def _add_token_mean(metrics: Metrics, name: str, values: torch.Tensor, mask: torch.Tensor) -> None:
-    """``train/<name>``: mean of ``values`` [T] over the trained tokens."""
-    trained = values.detach()[mask].double()
-    metrics.mean(f"train/{name}", float(trained.sum()), len(trained))

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-Need = Literal["value", "reference", "rollout", "horizon", "group"]
-"""A value head, log-probabilities of a reference policy, those of the policy that sampled, the longest episode, and
-samples of one task whose rewards differ."""
+Need = Literal["value", "reference", "rollout", "horizon", "group", "ratio", "uncorrected", "critic", "returns"]
+"""A value head, log-probabilities of a reference policy or a teacher, those of the policy that sampled, the longest
+episode, samples of one task whose rewards differ, a ratio of two policies, that off-policy sampling is not yet
+corrected by that ratio, a value head that is trained, and what to train it on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,5 +30,7 @@ class Piece(Generic[F]):
     keys: tuple[str, ...] = ()
     """Configuration keys that it reads; their defaults are those of the fields of ``Objective``."""
     needs: tuple[Need, ...] = ()
+    gives: tuple[Need, ...] = ()
+    """What other rows may need of it."""
     linear: bool = False
     """The loss is linear in what the policy says, as far as this piece goes, and it needs none of that beforehand."""

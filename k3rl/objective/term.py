@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from k3rl.errors import TrainingError
 from k3rl.objective.batch import ObjectiveBatch, TokenVectors
-from k3rl.objective.kl import KL_ESTIMATORS
+from k3rl.objective.kl import KL_ESTIMATORS, reference_logprobs
+from k3rl.objective.level import sum_by
 from k3rl.objective.piece import Piece
+from k3rl.objective.ratio import compute_log_ratio
 
 if TYPE_CHECKING:
     from k3rl.objective.objective import Objective
@@ -27,11 +28,30 @@ def entropy_bonus(vectors: TokenVectors, batch: ObjectiveBatch, objective: Objec
 
 def reference_kl(vectors: TokenVectors, batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
     """Estimate of KL(train || reference)."""
-    if batch.reference_logprobs is None:
-        raise TrainingError("objective.kl_coef is not 0, but no reference log-probabilities were given")
     train = torch.where(batch.action_mask, vectors.logprob, 0.0)
-    reference = torch.where(batch.action_mask, batch.reference_logprobs.to(train), 0.0)
-    return KL_ESTIMATORS[objective.kl].compute(train, reference)
+    reference = reference_logprobs(batch, "objective.kl_coef is not 0").to(train)
+    return KL_ESTIMATORS[objective.kl].compute(train, reference, compute_log_ratio(vectors.logprob, batch))
+
+
+def drift(vectors: TokenVectors, batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
+    """``(log r)^2`` of each token, also where the trust region leaves it no gradient.
+
+    K2.5, https://arxiv.org/abs/2602.02276 §4.4.2 eq. 1; whether it spares clipped tokens is not said there.
+    """
+    return compute_log_ratio(vectors.logprob, batch, objective.anchor).square()
+
+
+def trajectory_drift(vectors: TokenVectors, batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
+    """``1/2 (log r)^2`` of a whole trajectory, on its tokens in proportion to their part in the sum.
+
+    With the score function, advantages A of trajectories and the normaliser ``sums`` the loss is the mean of
+    ``-A L + coef/2 L^2``, L being the log-ratio of a trajectory: the mirror descent of K1.5
+    (https://arxiv.org/abs/2501.12599 eq. 3), whose minimum is at L = A / coef. K2 writes ``(A - coef L)^2``, which is
+    ``2 coef`` times that and a constant.
+    """
+    log_ratio = compute_log_ratio(vectors.logprob, batch, objective.anchor)
+    whole = sum_by(batch.trajectory, log_ratio.double())[batch.trajectory].to(log_ratio)
+    return 0.5 * log_ratio * whole
 
 
 def value_loss(vectors: TokenVectors, batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
@@ -74,9 +94,25 @@ TERMS: dict[str, Term] = {
         compute=reference_kl,
         text=lambda o: f"{o.kl_coef:g} * {KL_ESTIMATORS[o.kl].text(o)}",
         coef="kl_coef",
-        keys=("kl_coef",),
+        keys=("kl", "kl_coef"),
         metric="reference_kl",
         needs=("reference",),
+    ),
+    "drift": Term(
+        compute=drift,
+        text=lambda o: f"{o.drift_coef:g} * (train - {o.anchor})^2",
+        coef="drift_coef",
+        keys=("anchor", "drift_coef"),
+        metric="drift",
+        needs=("rollout",),
+    ),
+    "trajectory_drift": Term(
+        compute=trajectory_drift,
+        text=lambda o: f"{o.drift_coef:g} * 1/2 (train - {o.anchor}) (sum of train - {o.anchor} over the trajectory)",
+        coef="drift_coef",
+        keys=("anchor", "drift_coef"),
+        metric="drift",
+        needs=("rollout",),
     ),
     "value": Term(
         compute=value_loss,
@@ -84,6 +120,7 @@ TERMS: dict[str, Term] = {
         coef="value_coef",
         keys=("value_coef", "value_clip"),
         metric="value_loss",
-        needs=("value",),
+        needs=("value", "returns"),
+        gives=("critic",),
     ),
 }

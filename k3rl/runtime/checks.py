@@ -46,6 +46,8 @@ def check_objective(config: RunConfig) -> str:
         raise ConfigError(
             f"rollout.group_size: {config.objective.preset!r} compares the samples of a task; it must be at least 2"
         )
+    if objective.advantage == "teacher":
+        raise ConfigError("objective.preset: a run keeps no teacher to learn from, only the policy that RL began with")
     return objective.formula()
 
 

@@ -15,7 +15,8 @@ from k3rl.learner.forward import compute_gradients, compute_vectors, pack
 from k3rl.learner.token_tree import build_tree, plan_walk, whole_samples
 from k3rl.learner.update import Learner
 from k3rl.model.batch import PolicyCapabilities, TokenBatch
-from k3rl.objective import TokenVectors, build_batch, resolve
+from k3rl.objective import PRESETS, TokenVectors, build_batch, resolve
+from k3rl.objective.normaliser import NORMALISERS
 from k3rl.testing.toy_policy import ToyPolicy
 from k3rl.trajectory import NO_ROUTE, Outcome, Segment, Task, Trajectory, TrajectoryKey
 from k3rl.weights.base import weights_digest
@@ -66,17 +67,33 @@ def random_plan(rng: random.Random, indices: list[int]) -> list[list[int]]:
     return [part for part in parts if part]
 
 
-@pytest.mark.parametrize("normaliser", ["tokens", "sequences", "trajectories", "constant"])
-@pytest.mark.parametrize("preset", ["grpo", "gspo", "ppo", "sft"])
-def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normaliser: str) -> None:
-    entropy = None if preset == "sft" else 0.01
-    config = ObjectiveConfig(preset=preset, normaliser=normaliser, entropy_coef=entropy)  # type: ignore[arg-type]
-    objective = resolve(config, horizon=32)
+DECOUPLED = {"anchor": "initial", "correction": "token", "truncate_high": 1.1}
+OBJECTIVES: dict[str, dict[str, object]] = {
+    **{f"{name} over {unit}": {"preset": name, "normaliser": unit} for name in PRESETS for unit in NORMALISERS},
+    "turn ratio": {"ratio": "turn", "trust_region": "dual_clip"},
+    "dppo": {"trust_region": "dppo", "divergence": 0.01},
+    "decoupled": DECOUPLED,
+    "decoupled, of sequences": {**DECOUPLED, "correction": "sequence", "rejection": "sequence"},
+    "icepop": {"anchor": "initial", "correction": "icepop", "keep_low": 0.9, "keep_high": 1.1, "count_rejected": False},
+    "whitened": {"advantage": "group_whitened", "baseline": "leave_one_out"},
+    "by path": {"preset": "gigpo", "same_state": "path", "spread": "batch"},
+    "kl of the loss": {"kl": "k3_ratio", "kl_coef": 0.1},
+    "kl of the reward": {"preset": "ppo", "reward_kl_coef": 0.1, "advantage": "gae_token"},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_b06_loss_and_gradient_do_not_depend_on_the_split(name: str) -> None:
+    objective = resolve(ObjectiveConfig(**OBJECTIVES[name]), horizon=32)  # type: ignore[arg-type]
+    if "entropy" in objective.terms:
+        objective = dataclasses.replace(objective, entropy_coef=0.01)
     trajectories, rewards = make_batch()
     rewards[5] = None  # nothing of it is trained: alone in a part it takes part and adds 0
     batch = build_batch(trajectories, rewards)
     policy = ToyPolicy()
     with_value = objective.needs_value
+    teacher = compute_vectors(ToyPolicy(seed=1), batch, plan_walk(batch, 100)).logprob
+    batch = dataclasses.replace(batch, reference_logprobs=teacher)
 
     # the truth: one graph over everything, no surrogate
     indices = list(range(len(batch.samples)))
@@ -93,8 +110,8 @@ def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normalise
     want_loss.backward()
     want = flat_gradient(policy)
 
-    rng = random.Random(0)
-    for trial in range(17):  # 16 cases: 272 splits
+    rng = random.Random(name)
+    for trial in range(3):  # of each of a hundred objectives
         policy.zero_grad()
         walk = whole_samples(batch, random_plan(rng, indices), with_value=with_value)
         if not trial:
@@ -102,6 +119,74 @@ def test_b06_loss_and_gradient_do_not_depend_on_the_split(preset: str, normalise
         loss, _, _ = compute_gradients(policy, objective, batch, walk)
         assert float(loss.detach()) == pytest.approx(float(want_loss.detach()), rel=1e-6, abs=1e-7)
         assert float((flat_gradient(policy) - want).norm() / want.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name != "sft"])
+def test_the_order_of_the_trajectories_changes_neither_loss_nor_gradient(preset: str) -> None:
+    objective = resolve(ObjectiveConfig(preset=preset), horizon=32)
+    trajectories, rewards = make_batch()
+    teacher, found = ToyPolicy(seed=1), []
+    for order in (list(range(16)), random.Random(preset).sample(range(16), 16)):
+        policy = ToyPolicy()
+        batch = build_batch([trajectories[i] for i in order], [rewards[i] for i in order])
+        logprobs = compute_vectors(teacher, batch, plan_walk(batch, 100)).logprob
+        batch = dataclasses.replace(batch, reference_logprobs=logprobs)
+        walk = plan_walk(batch, 40, with_value=objective.needs_value)
+        loss, _, _ = compute_gradients(policy, objective, batch, walk)
+        found.append((float(loss), flat_gradient(policy)))
+    (one, want), (other, shuffled) = found
+    assert other == pytest.approx(one, rel=1e-6, abs=1e-7)
+    assert float((shuffled - want).norm() / want.norm()) < 1e-6
+
+
+def test_each_trajectory_learns_from_the_teacher_of_its_environment() -> None:
+    trajectories, rewards = make_batch(8)
+    shop = dataclasses.replace(TASK, environment="shop")
+    mixed = [dataclasses.replace(t, task=shop) if i % 3 else t for i, t in enumerate(trajectories)]
+    teachers = {"toy": ToyPolicy(seed=1), "shop": ToyPolicy(seed=2)}
+    opd, config = resolve(ObjectiveConfig(preset="opd")), LearnerConfig(micro_batch_tokens=40)
+    learner = Learner(ToyPolicy(), opd, config, total_steps=5, reference=teachers)
+    batch = build_batch(mixed, rewards)
+    alone = [compute_vectors(teacher, batch, plan_walk(batch, 100)).logprob for teacher in teachers.values()]
+    is_shop = torch.tensor([t.task.environment == "shop" for t in mixed])[batch.trajectory]
+    want = torch.where(is_shop, alone[1], alone[0])
+    assert torch.allclose(learner.score_by_reference(batch, mixed), want, atol=1e-6)
+    assert learner.update(mixed, rewards)["train/advantage_abs"] > 0
+    with pytest.raises(TrainingError, match="'lab'; there are: shop, toy"):
+        learner.update([dataclasses.replace(mixed[0], task=dataclasses.replace(TASK, environment="lab"))], rewards[:1])
+
+
+def test_a_student_comes_nearer_to_its_teacher_on_what_it_samples() -> None:
+    student, teacher = ToyPolicy(), ToyPolicy(seed=1)
+    config = LearnerConfig(optimizer=OptimizerConfig(lr=3e-2, warmup_steps=0), micro_batch_tokens=200)
+    learner = Learner(student, resolve(ObjectiveConfig(preset="opd")), config, total_steps=20, reference=teacher)
+    prompts = [np.array([i], dtype=np.int32) for i in range(VOCABULARY)]
+
+    def next_logprobs(policy: ToyPolicy) -> torch.Tensor:
+        packed = TokenBatch.pack([torch.tensor([i]) for i in range(VOCABULARY)])
+        return policy.lm_head(policy(packed).hidden).detach().log_softmax(-1)
+
+    def distance() -> float:
+        mine, theirs = next_logprobs(student), next_logprobs(teacher)
+        return float((mine.exp() * (mine - theirs)).sum(-1).mean())
+
+    def sample(prompt: int, token: int, logprob: float) -> Trajectory:
+        behaviour, version = np.array([logprob], dtype=np.float32), np.zeros(1, dtype=np.int32)
+        ids, known = np.array([token], dtype=np.int32), {"rollout_logprobs": behaviour, "version_index": version}
+        segments = (
+            Segment(kind="prompt", token_ids=prompts[prompt]),
+            Segment(kind="action", token_ids=ids, context=0, **known),
+        )
+        key = TrajectoryKey(ordinal=prompt, sample=0)
+        return Trajectory(key=key, task=TASK, segments=segments, outcome=Outcome(status="completed"))
+
+    before, generator = distance(), torch.Generator().manual_seed(0)
+    for _ in range(20):
+        logprobs = next_logprobs(student)
+        drawn = torch.multinomial(logprobs.exp(), 4, replacement=True, generator=generator).tolist()
+        batch = [sample(i, token, float(logprobs[i, token])) for i, row in enumerate(drawn) for token in row]
+        learner.update(batch, [np.zeros(2)] * len(batch))
+    assert distance() < 0.5 * before
 
 
 def test_a_plan_splits_no_sample_and_leaves_out_what_is_not_trained() -> None:

@@ -9,9 +9,9 @@ import torch
 
 from k3rl.config import ObjectiveConfig
 from k3rl.objective import PRESETS, Objective, ObjectiveBatch, TokenVectors, build_batch, resolve
-from k3rl.objective.correction import CORRECTIONS
+from k3rl.objective.correction import CORRECTIONS, Weights
 from k3rl.objective.piece import Piece
-from k3rl.objective.ratio import LOG_RATIO_CAP, sequence_ratio
+from k3rl.objective.ratio import LOG_RATIO_CAP, capped_exp, sequence_ratio
 from k3rl.trajectory import Outcome, Segment, Task, Trajectory, TrajectoryKey
 
 GSPO = PRESETS["gspo"]
@@ -65,10 +65,10 @@ def test_the_sequence_ratio_is_the_geometric_mean_over_what_a_sample_trains() ->
         [make_trajectory([0.0] * 2, observed=3), make_trajectory([-1.0] * 3)], [np.zeros(3), np.zeros(2)]
     )
     logprob = torch.tensor([0.1, 0.3, math.nan, 7.0, 7.0, -1.0, -1.3, -1.6])
-    ratio = sequence_ratio(logprob, batch, GSPO)
+    ratio = sequence_ratio(logprob, batch, GSPO).exp()
     assert ratio[batch.action_mask].tolist() == pytest.approx([math.exp(0.2)] * 2 + [math.exp(-0.3)] * 3)
     assert ratio.isfinite().all()
-    far = sequence_ratio(torch.full((8,), 1e4), batch, GSPO)
+    far = capped_exp(sequence_ratio(torch.full((8,), 1e4), batch, GSPO))
     assert far[batch.action_mask].tolist() == pytest.approx([math.exp(LOG_RATIO_CAP)] * 5)
 
 
@@ -102,32 +102,29 @@ def test_gspo_reports_the_clip_of_the_sequence_ratio_and_the_gap_of_each_token()
 
 
 def test_a_row_that_is_new_to_its_table_needs_nothing_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Truncated importance sampling of REINFORCE; the weights are those measured on other systems (H)."""
+    """A weight of two; what is new has a key, a need and a text, and the objective asks the row for each."""
 
-    def truncated(logprob: torch.Tensor, batch: ObjectiveBatch, objective: Objective) -> torch.Tensor:
-        return (logprob.detach() - batch.rollout_logprobs).exp().clamp(max=1 + objective.clip_high)
+    def doubled(batch: ObjectiveBatch, objective: Objective) -> Weights:
+        weights = torch.full((batch.num_tokens,), 2.0, dtype=torch.float64)
+        return Weights(weights.clamp(max=1 + objective.clip_high), weights)
 
-    row = Piece(
-        compute=truncated,
-        text=lambda o: f"min(exp(train - rollout), {1 + o.clip_high:g}) * ",
-        keys=("clip_high",),
-        needs=("rollout",),
-    )
-    monkeypatch.setitem(CORRECTIONS, "truncated", row)
-    plain = Objective(preset="new", advantage="one", ratio="likelihood")
-    objective = dataclasses.replace(plain, correction="truncated", clip_high=1.0)
+    row = Piece(compute=doubled, text=lambda o: f"min(2, {1 + o.clip_high:g}) * ", keys=("clip_high",))
+    monkeypatch.setitem(CORRECTIONS, "doubled", row)
+    plain = Objective(preset="new", advantage="one", ratio="likelihood", trust_region="score")
+    objective = dataclasses.replace(plain, correction="doubled", clip_high=0.5)
     assert (plain.is_linear, objective.is_linear) == (True, False)
-    assert objective.keys == ("clip_high", "epochs", "normaliser")
-    assert "  policy  min(exp(train - rollout), 2) * -r A, r = log p" in objective.formula()
+    assert set(objective.keys) - set(plain.keys) == {"clip_high"}
+    assert "  policy  min(2, 1.5) * -log(r) A, r = p" in objective.formula()
     batch = objective.prepare(build_batch([make_trajectory([0.0] * 4)], [np.zeros(2)]))
-    found = gradient(objective, batch, torch.tensor([0.3, 1, 1.8, 6]).log())
-    assert (-4 * found).tolist() == pytest.approx([0.3, 1, 1.8, 2])
-    assert "train/logprob_gap" in objective.loss(vectors_at(torch.zeros(4)), batch)[1].scalars()
+    assert gradient(objective, batch, torch.zeros(4)).tolist() == pytest.approx([-1.5 / 4] * 4)
+    metrics = objective.loss(vectors_at(torch.zeros(4)), batch)[1]
+    assert (metrics["train/correction"], metrics["train/correction_raw"]) == (1.5, 2.0)
 
 
 def with_every_term(name: str) -> Objective:
     preset = PRESETS[name]
-    return dataclasses.replace(preset, **{key: 0.1 for key in ("entropy_coef", "kl_coef") if key in preset.keys})
+    coefficients = ("entropy_coef", "kl_coef", "reward_kl_coef", "drift_coef")
+    return dataclasses.replace(preset, horizon=8, **{key: 0.1 for key in coefficients if key in preset.keys})
 
 
 def prepare_random(objective: Objective) -> tuple[ObjectiveBatch, torch.Tensor]:

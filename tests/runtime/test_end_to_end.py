@@ -347,6 +347,7 @@ def test_what_the_environment_failed_is_played_again_and_after_three_attempts_ha
         (["num-epochs=3"], "num-epochs"),
         (["steps=0", "sft.max_steps=0"], "nothing to do"),
         (["rollout.group_size=1"], "rollout.group_size"),
+        (["objective.preset=opd"], "a run keeps no teacher"),
         (["rewards.milestone=0.5"], "rewards.milestone"),
         (["environment.max_episode_tokens=3"], "environment.max_episode_tokens"),
         (["reward_functions.mine=no.module:f", "rewards.mine=1"], "reward_functions.mine"),
